@@ -1,0 +1,190 @@
+"""Chains bound to places: the stages of each (plane, layer block, head group), created and checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import lcm
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvserve_core.artefacts import Artefacts
+from kvserve_core.component import Capabilities, ComponentSpec, Kind
+from kvserve_core.errors import ConfigError, FrameError, KVServeError, UnsupportedSpecError
+from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits
+from kvserve_core.profile import RAW_CHAIN, Chain
+from kvserve_core.registry import Registry
+from kvserve_core.spec import SEGMENT_TOKENS, DType, KVSpec, Region
+from kvserve_core.stages import Codec, Quantizer, Stage, Transform
+from kvserve_core.tensor import TORCH, Params, Quantized, Shape
+from kvserve_core.wire import ChainInfo
+
+Direction = Literal["encode", "decode"]
+StageT = TypeVar("StageT", bound=Stage)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The stages of one chain at one place. The data path is a straight line through bound methods."""
+
+    transforms: tuple[Transform, ...]
+    quantizer: Quantizer
+    exact: bool
+    dtype: torch.dtype
+
+    def quantize(self, x: Tensor, at: Region) -> tuple[list[Params], Quantized]:
+        """T and Q: parameters of each stage in order, and the quantizer's streams."""
+        params: list[Params] = []
+        for transform in self.transforms:
+            x, side = transform.encode(x, at)
+            params.append(side)
+        quantized = self.quantizer.encode(x, at)
+        params.append(quantized.params)
+        return params, quantized
+
+    def shape(self, x: Shape) -> Shape:
+        """What the quantizer sees of an input of shape ``x``."""
+        return reduce(lambda shape, t: t.shape(shape), self.transforms, x)
+
+    def restore(self, params: Sequence[Params], quantized: Quantized, at: Region) -> Tensor:
+        """The inverse of :meth:`quantize`, in the plane's dtype."""
+        x = self.quantizer.decode(quantized, at)
+        for transform, side in zip(reversed(self.transforms), reversed(params[:-1]), strict=True):
+            x = transform.decode(x, side, at)
+        return x.to(self.dtype)
+
+
+class ChainSet:
+    """The chains of one pipeline or of one frame; chain 0 is always raw. ``path`` prefixes errors."""
+
+    def __init__(
+        self,
+        chains: Sequence[tuple[str, Chain]],
+        kv: KVSpec,
+        device: torch.device,
+        registry: Registry,
+        artefacts: Artefacts,
+        direction: Direction,
+    ) -> None:
+        self.kv, self.device, self.artefacts, self.direction = kv, device, artefacts, direction
+        self._registry = registry
+        self._paths = ["raw", *(path for path, _ in chains)]
+        self._chains = [RAW_CHAIN, *(chain for _, chain in chains)]
+        self._stages = [self._create(i) for i in range(len(self._chains))]
+        self._bound: dict[tuple[int, int, str, tuple[int, ...], tuple[int, ...]], Bound] = {}
+        self._codecs: dict[int, Codec] = {}
+
+    def _create(self, i: int) -> tuple[tuple[Transform, ...], Quantizer, Codec]:
+        chain, path = self._chains[i], self._paths[i]
+        transforms = tuple(
+            self._stage("transform", spec, f"{path}.transforms.{n}") for n, spec in enumerate(chain.transforms)
+        )
+        quantizer = self._stage("quantizer", chain.quantizer, f"{path}.quantizer")
+        codec = self._stage("codec", chain.codec, f"{path}.codec")
+        return transforms, quantizer, codec
+
+    def _stage(self, kind: Kind, spec: ComponentSpec, path: str) -> Any:
+        stage = self._registry.create(kind, spec, path)
+        on = stage.caps.encode_on if self.direction == "encode" else stage.caps.decode_on
+        if self.device.type not in on:
+            raise UnsupportedSpecError(
+                f"{kind} {spec.name!r} cannot {self.direction} on {self.device.type!r}, only on {sorted(on)}", path
+            )
+        return stage
+
+    @property
+    def infos(self) -> tuple[ChainInfo, ...]:
+        """The chains as a frame header names them."""
+        return tuple(
+            ChainInfo(self._names(i), chain.model_dump_json(exclude_defaults=True))
+            for i, chain in enumerate(self._chains)
+        )
+
+    def _names(self, i: int) -> tuple[str, ...]:
+        chain, (transforms, quantizer, codec) = self._chains[i], self._stages[i]
+        named: list[tuple[str, str, Stage]] = [
+            ("transform", s.name, t) for s, t in zip(chain.transforms, transforms, strict=True)
+        ]
+        named += [("quantizer", chain.quantizer.name, quantizer), ("codec", chain.codec.name, codec)]
+        return tuple(f"{kind}:{name}@{stage.format_version}" for kind, name, stage in named)
+
+    @property
+    def used_artefacts(self) -> frozenset[str]:
+        """Hashes that decoding needs."""
+        return frozenset(h for ts, q, c in self._stages for stage in (*ts, q, c) for h in stage.artefacts)
+
+    def lossless(self, i: int) -> bool:
+        """Exact means exact: T, Q and C all are."""
+        transforms, quantizer, codec = self._stages[i]
+        return all(stage.caps.exact for stage in (*transforms, quantizer, codec))
+
+    def traits(self, i: int) -> ChainTraits:
+        """What the planner needs of chain ``i``."""
+        transforms, quantizer, _ = self._stages[i]
+        caps = [s.caps for s in (*transforms, quantizer)]
+        return ChainTraits(i, all(c.head_local for c in caps), lcm(*(c.token_multiple for c in caps)))
+
+    def codec(self, i: int) -> Codec:
+        """The codec of chain ``i``; one bound object serves all its segments, so that calls are batched."""
+        return self._codecs[i]
+
+    def bound(self, i: int, at: Region) -> Bound:
+        """The stages of chain ``i`` at a place, bound on first use.
+
+        Raises:
+            UnsupportedSpecError, ArtefactError: a stage refuses the place; the path names it.
+        """
+        key = (i, at.group, at.plane, at.layers, at.heads)
+        if key not in self._bound:
+            self._bound[key] = self._bind(i, Region(*key[1:], 0, SEGMENT_TOKENS))
+        return self._bound[key]
+
+    def _bind(self, i: int, at: Region) -> Bound:
+        transforms, quantizer, codec = self._stages[i]
+        plane = self.kv.group(at.group).plane(at.plane)
+        dtype, path = plane.dtype, self._paths[i]
+        if self.kv.group(at.group).unit == "state" and not self.lossless(i):
+            raise UnsupportedSpecError(
+                f"plane {at.plane!r} of group {at.group} holds state; use a lossless chain", path
+            )
+        bound_transforms = []
+        for n, transform in enumerate(transforms):
+            self._check(transform.caps, at, dtype, f"{path}.transforms.{n}")
+            bound_transforms.append(self._at(transform, at, f"{path}.transforms.{n}"))
+            dtype = dtype if transform.caps.exact else DType.F32
+        self._check(quantizer.caps, at, dtype, f"{path}.quantizer")
+        bound_quantizer = self._at(quantizer, at, f"{path}.quantizer")
+        if i not in self._codecs:
+            self._codecs[i] = self._at(codec, at, f"{path}.codec")
+        return Bound(tuple(bound_transforms), bound_quantizer, self.lossless(i), TORCH[plane.dtype])
+
+    def _at(self, stage: StageT, at: Region, path: str) -> StageT:
+        try:
+            return stage.bind(at, self.kv, self.device, self.artefacts)
+        except ConfigError as error:
+            raise error.under(path) from error.__cause__
+
+    @staticmethod
+    def _check(caps: Capabilities, at: Region, dtype: DType, path: str) -> None:
+        if "*" not in caps.planes and at.plane not in caps.planes:
+            raise UnsupportedSpecError(f"plane {at.plane!r} is not supported, only {sorted(caps.planes)}", path)
+        if dtype not in caps.dtypes:
+            raise UnsupportedSpecError(f"dtype {dtype.value!r} is not supported, only {sorted(caps.dtypes)}", path)
+
+
+def chains_of_frame(infos: Sequence[ChainInfo]) -> list[tuple[str, Chain]]:
+    """The chains a frame header describes, without its raw chain 0.
+
+    Raises:
+        FrameError: the header's chains are not valid specs, or chain 0 is not raw.
+    """
+    try:
+        chains = [Chain.model_validate_json(info.spec) for info in infos]
+    except (ValueError, KVServeError, RecursionError) as error:
+        raise FrameError(f"malformed chain: {error}", "header") from None
+    if not chains or chains[RAW_CHAIN_ID] != RAW_CHAIN:
+        raise FrameError("chain 0 is not the raw chain", "header")
+    return [(f"frame.chains.{i}", chain) for i, chain in enumerate(chains)][1:]

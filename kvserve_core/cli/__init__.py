@@ -1,0 +1,91 @@
+"""``kvserve``: the command line. Importing it is cheap; each command's module is imported when it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from kvserve_core import __version__
+from kvserve_core.errors import KVServeError
+
+TRACEBACK_ENV = "KVSERVE_TRACEBACK"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that is imported when called: ``"module:function"``, and its line in ``kvserve --help``.
+
+    extra: what to ``pip install`` when its module cannot be imported; for commands of other packages.
+    """
+
+    target: str
+    summary: str
+    extra: str | None = None
+
+
+COMMANDS: dict[str, Command] = {
+    "list-components": Command("kvserve_core.cli.components:list_components", "List every installed component."),
+    "show": Command("kvserve_core.cli.show:show", "Show one component: fields, capabilities and an example."),
+    "schema": Command("kvserve_core.cli.schema:schema", "Print the JSON schema of a pipeline of installed components."),
+    "doctor": Command("kvserve_core.cli.doctor:doctor", "Check this installation and say where each setting is from."),
+    "inspect": Command("kvserve_core.cli.frames:inspect", "Summarise a frame file and verify its digests."),
+}
+"""Summaries equal the first docstring line of each function (tested), so that help imports none of them."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit: 0 done, 1 a check failed, 2 an error, which is one line on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        build(arguments)(args=arguments, prog_name="kvserve")
+    except KVServeError as error:
+        if os.environ.get(TRACEBACK_ENV):
+            raise
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)
+
+
+def build(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The application; of its commands only the one that ``arguments`` name is imported."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_root)
+    called = next((a for a in arguments if not a.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        function = _load(name, command) if name == called else _listed_only
+        app.command(name, help=None if name == called else command.summary)(function)
+    return app
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvserve {__version__}")
+        raise typer.Exit()
+
+
+_VERSION = typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+
+
+def _root(version: Annotated[bool, _VERSION] = False) -> None:
+    """KV-cache compression for disaggregated LLM serving."""
+
+
+def _load(name: str, command: Command) -> Callable[..., Any]:
+    module, _, attribute = command.target.partition(":")
+    try:
+        function: Callable[..., Any] = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if command.extra is None:
+            raise
+        message = f"'kvserve {name}' needs {error.name!r}, which is not installed; pip install '{command.extra}'"
+        raise KVServeError(message) from error
+    return function
+
+
+def _listed_only() -> None:
+    """Stands in for the commands that are not called: they appear in help by their summaries."""

@@ -1,0 +1,171 @@
+"""A component's manifest, its spec string, its config and its capabilities. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticUndefined
+
+from kvserve_core.errors import ConfigError, did_you_mean
+from kvserve_core.spec import DType
+
+API_VERSION = 1
+"""What plugins are written against. A manifest with another number is listed as broken, with the reason."""
+
+Kind = Literal["transform", "quantizer", "codec", "transport", "policy", "evaluator"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Component:
+    """One line of a plugin's hook: everything that can be said of a component without importing it.
+
+    name: ``zstd``; third parties use a dotted name, ``acme.rle``.
+    target: ``"package.module:Class"``.
+    summary: equal to the first line of the class's docstring (tested).
+    requires: importable modules it needs; needs: devices it cannot do without (``"cuda"``).
+    extra: what to ``pip install`` when a requirement is missing, e.g. ``kvserve[hf]``.
+    """
+
+    name: str
+    target: str
+    summary: str = ""
+    requires: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    extra: str | None = None
+    api: int = API_VERSION
+
+
+class ComponentConfig(BaseModel):
+    """Base of every component's nested ``Config``: frozen, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ComponentSpec(BaseModel):
+    """``"zstd"`` or ``{"name": "zstd", "configuration": {"level": 3}}``; resolved by the registry, not here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str = Field(min_length=1)
+    configuration: Mapping[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    def __hash__(self) -> int:
+        # Field names only: equal specs must hash alike, and 1 == 1.0 == True while their JSON differs.
+        return hash((self.name, frozenset(self.configuration)))
+
+
+@dataclass(frozen=True)
+class TunableSpec:
+    """What the profiler may try for a field: a list of choices, or a range (optionally logarithmic)."""
+
+    choices: tuple[Any, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+
+
+def Tunable(  # noqa: N802  # reads as a field type, like pydantic's Field
+    default: Any = PydanticUndefined,
+    *,
+    choices: tuple[Any, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+    log: bool = False,
+    **field: Any,
+) -> Any:
+    """A config field that the profiler searches. ``field`` goes on to :func:`pydantic.Field`.
+
+    Raises:
+        ConfigError: neither choices nor a complete range is given, or the range is empty.
+    """
+    ranged = low is not None and high is not None
+    if bool(choices) == ranged or (not ranged and (low, high) != (None, None)):
+        raise ConfigError("a Tunable field needs either choices=(...) or both low= and high=")
+    if low is not None and high is not None and not (low < high and (low > 0 or not log)):
+        raise ConfigError(f"a Tunable range needs low < high, and 0 < low when log=True; got low={low}, high={high}")
+    extra = {"tunable": _as_json(TunableSpec(choices, low, high, log)), **field.pop("json_schema_extra", {})}
+    return Field(default, json_schema_extra=extra, **field)
+
+
+def _as_json(spec: TunableSpec) -> dict[str, Any]:
+    return {"choices": list(spec.choices), "low": spec.low, "high": spec.high, "log": spec.log}
+
+
+def tunables(config: type[BaseModel]) -> dict[str, TunableSpec]:
+    """The searchable fields of a config class, by name."""
+    found: dict[str, TunableSpec] = {}
+    for name, field in config.model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and isinstance(tunable := extra.get("tunable"), dict):
+            given: dict[str, Any] = dict(tunable)
+            found[name] = TunableSpec(tuple(given["choices"]), given["low"], given["high"], given["log"])
+    return found
+
+
+ANY = frozenset({"*"})
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a stage can do. The defaults are the cautious answer; what is not declared is refused at build.
+
+    exact: T is bitwise invertible; Q and C are lossless. A chain is lossless iff all three are.
+    planes: plane names it works on, or ``{"*"}``. dtypes: what it takes (``f32`` is what a lossy transform gives).
+    head_local: slicing heads commutes with encoding, so that any tensor-parallel remap works.
+    token_multiple: the region length it needs; the tail that is shorter goes raw.
+    artefacts: it reads calibrated files, whose hashes take part in negotiation.
+    async_size: a codec whose output size stays on the device until the fence. max_alphabet: what it can code.
+    """
+
+    exact: bool = False
+    encode_on: frozenset[str] = frozenset({"cpu"})
+    decode_on: frozenset[str] = frozenset({"cpu"})
+    planes: frozenset[str] = frozenset({"k", "v"})
+    dtypes: frozenset[DType] = frozenset({DType.BF16, DType.F16, DType.F32})
+    head_local: bool = False
+    token_multiple: int = 1
+    artefacts: bool = False
+    async_size: bool = False
+    max_alphabet: int = 256
+
+
+def config_error(error: ValidationError, model: type[BaseModel], raw: object, what: str = "field") -> ConfigError:
+    """pydantic's first complaint as one line with the field's path, and the nearest name for an unknown field.
+
+    raw: the input, which tells real keys from the labels that pydantic puts into a location for unions.
+    """
+    first = error.errors(include_url=False)[0]
+    path = ".".join(_keys(first["loc"], raw, first["type"] == "missing"))
+    if first["type"] == "extra_forbidden":
+        inner = _model_at(model, first["loc"][:-1])
+        return ConfigError(did_you_mean(str(first["loc"][-1]), inner.model_fields if inner else (), what), path)
+    shown = "" if first["type"] in ("value_error", "missing") else f", got {first['input']!r}"
+    return ConfigError(first["msg"].removeprefix("Value error, ") + shown, path)
+
+
+def _keys(loc: tuple[int | str, ...], raw: object, missing: bool) -> list[str]:
+    found: list[str] = []
+    for key in loc:
+        inside = isinstance(raw, Mapping) and key in raw
+        inside |= isinstance(raw, (list, tuple)) and isinstance(key, int) and key < len(raw)
+        if inside:
+            raw = raw[key]  # type: ignore[index]  # ``inside`` says that it can be indexed
+            found.append(str(key))
+    return [*found, str(loc[-1])] if missing else found
+
+
+def _model_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:
+    for key in loc:
+        field = model.model_fields.get(str(key))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return None
+        model = field.annotation
+    return model

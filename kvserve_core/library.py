@@ -1,0 +1,227 @@
+"""Profiles and the library that holds them: what was measured of each pipeline for one model. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from kvserve_core import library_files
+from kvserve_core.artefacts import Artefacts
+from kvserve_core.component import ComponentSpec, Kind
+from kvserve_core.errors import ConfigError, did_you_mean
+from kvserve_core.latency import Line, Speed, latency_line
+from kvserve_core.policy import LOSSLESS, RAW
+from kvserve_core.profile import LOSSLESS_PIPELINE, RAW_PIPELINE, Chain, PipelineSpec
+
+SCHEMA_VERSION = 1
+DEFAULT_WORKLOAD = "default"
+EXACT = {RAW: RAW_PIPELINE, LOSSLESS: LOSSLESS_PIPELINE}
+"""Names that are reserved for pipelines which lose nothing."""
+
+
+def _speed(value: Speed) -> Speed:
+    for seconds in (value.fixed_s, value.s_per_byte):
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"must be finite and at least 0, got {seconds}")
+    return value
+
+
+SpeedField = Annotated[Speed, AfterValidator(_speed)]
+"""``{"fixed_s": 0.001, "s_per_byte": 4e-10}``, both of original bytes."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class QualityRecord(_Model):
+    """Quality of a profile on one workload, relative to uncompressed KV (1.0), with its confidence bounds."""
+
+    value: float = Field(ge=0)
+    lower: float = Field(ge=0)
+    upper: float = Field(ge=0)
+    metric: str = Field(min_length=1)
+    samples: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.lower <= self.value <= self.upper:
+            raise ValueError(f"lower <= value <= upper must hold, got {self.lower}, {self.value}, {self.upper}")
+        return self
+
+
+class Profile(_Model):
+    """A pipeline and what it costs. ``encode`` is the producer's speed, ``decode`` the consumer's.
+
+    cr: effective, original bytes over wire bytes with metadata, exempt tokens and headers counted.
+    artefacts: blake3 hashes of the calibrated files that the pipeline reads.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    pipeline: PipelineSpec
+    cr: float = Field(gt=0)
+    encode: SpeedField
+    decode: SpeedField
+    quality: Mapping[str, QualityRecord] = Field(default_factory=dict)
+    artefacts: tuple[str, ...] = ()
+    notes: str = ""
+
+    @model_validator(mode="after")
+    def _reserved(self) -> Self:
+        if self.pipeline != EXACT.get(self.name, self.pipeline):
+            raise ValueError(f"the name {self.name!r} is reserved for the built-in exact pipeline; rename the profile")
+        return self
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is one of the built-in profiles that lose nothing."""
+        return self.name in EXACT
+
+    def quality_for(self, workload: str) -> QualityRecord | None:
+        """The record of a workload, else that of ``default``, else None."""
+        return self.quality.get(workload) or self.quality.get(DEFAULT_WORKLOAD)
+
+    def line(self, nbytes: float, model_s: float = 0.0) -> Line:
+        """Eq. 1 for ``nbytes`` original bytes."""
+        return latency_line(nbytes, self.cr, self.encode, self.decode, model_s)
+
+
+def built_in(name: str, cr: float, encode: Speed, decode: Speed) -> Profile:
+    """``raw`` or ``lossless`` with measured figures."""
+    return Profile(name=name, pipeline=EXACT[name], cr=cr, encode=encode, decode=decode)
+
+
+RAW_PROFILE = built_in(RAW, 1.0, Speed.of(4e9), Speed.of(4e9))
+LOSSLESS_PROFILE = built_in(LOSSLESS, 1.3, Speed.of(0.25e9), Speed.of(0.5e9))
+"""Cautious figures of one CPU core, for use until something was measured."""
+
+
+class ProfileLibrary(_Model):
+    """All profiles of one model on one device. ``provenance`` says how they were measured."""
+
+    schema_version: int = SCHEMA_VERSION
+    model_id: str
+    fingerprint: str
+    device: str
+    created: str
+    provenance: Mapping[str, Any] = Field(default_factory=dict)
+    profiles: tuple[Profile, ...] = ()
+    _artefacts: Artefacts = PrivateAttr(default_factory=Artefacts)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        if self.schema_version != SCHEMA_VERSION:
+            raise ValueError(
+                f"schema_version is {self.schema_version}, this kvserve reads {SCHEMA_VERSION}; upgrade it"
+            )
+        names = [p.name for p in self.profiles]
+        if twice := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"profile names must differ, but {', '.join(map(repr, twice))} is used more than once")
+        return self
+
+    @property
+    def artefacts(self) -> Artefacts:
+        """The calibrated files that came with the library."""
+        return self._artefacts
+
+    def with_artefacts(self, artefacts: Artefacts) -> ProfileLibrary:
+        """The same library over these files."""
+        other = self.model_copy()
+        other._artefacts = artefacts
+        return other
+
+    def profile(self, name: str) -> Profile | None:
+        """The profile of that name; ``raw`` and ``lossless`` always exist."""
+        built_ins = {RAW: RAW_PROFILE, LOSSLESS: LOSSLESS_PROFILE}
+        return next((p for p in self.profiles if p.name == name), built_ins.get(name))
+
+    def missing(self, profile: Profile) -> tuple[str, ...]:
+        """Artefacts a profile reads that are not here."""
+        return tuple(a for a in profile.artefacts if a not in self.artefacts.hashes)
+
+    def check(self, create: Callable[[Kind, ComponentSpec, str], object]) -> None:
+        """Create every component once with ``Registry.create``, so that a wrong field is found at start-up.
+
+        Raises:
+            ConfigError: its path is the field's, e.g. ``profiles.fast.planes.k.quantizer.configuration.levels``.
+        """
+        for profile in self.profiles:
+            for plane, chain in profile.pipeline.planes.items():
+                for kind, spec, slot in _stages(chain):
+                    create(kind, spec, f"profiles.{profile.name}.planes.{plane}.{slot}")
+
+    @classmethod
+    def parse(cls, text: bytes | str, artefacts: Artefacts | None = None) -> ProfileLibrary:
+        """From the JSON of ``library.json``.
+
+        Raises:
+            ConfigError: with the path of the first bad field, profiles by their name.
+        """
+        raw = library_files.json_of(text)
+        try:
+            return cls.model_validate(raw).with_artefacts(artefacts or Artefacts())
+        except ValidationError as error:
+            raise _as_config_error(error, raw) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> ProfileLibrary:
+        """From a folder or a ``.kvlib`` file.
+
+        Raises:
+            ConfigError: it is not there, not a library, or a field is wrong.
+        """
+        text, artefacts = library_files.read(Path(path))
+        return cls.parse(text, artefacts)
+
+    def save(self, path: str | Path) -> None:
+        """To a folder, or to one file when the name ends in ``.kvlib``. A reader sees the old or the new one.
+
+        Raises:
+            ArtefactError: a profile names an artefact that is not here.
+        """
+        used = sorted({a for p in self.profiles for a in p.artefacts})
+        blobs = {digest: self.artefacts.read(digest) for digest in used}
+        library_files.write(Path(path), self.model_dump_json(indent=2).encode() + b"\n", blobs)
+
+
+def _stages(chain: Chain) -> list[tuple[Kind, ComponentSpec, str]]:
+    found: list[tuple[Kind, ComponentSpec, str]] = [
+        ("transform", spec, f"transforms.{i}") for i, spec in enumerate(chain.transforms)
+    ]
+    return [*found, ("quantizer", chain.quantizer, "quantizer"), ("codec", chain.codec, "codec")]
+
+
+def _as_config_error(error: ValidationError, raw: object) -> ConfigError:
+    first = error.errors()[0]
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return ConfigError(
+            did_you_mean(str(first["loc"][-1]), _fields(first["loc"][:-1]), "field"), _path(first["loc"], raw)
+        )
+    shown = "" if first["type"] in ("value_error", "missing") else f", got {first['input']!r}"
+    return ConfigError(first["msg"].removeprefix("Value error, ") + shown, _path(first["loc"], raw))
+
+
+def _fields(parent: tuple[int | str, ...]) -> Iterable[str]:
+    """Field names that are allowed below ``parent``."""
+    models: dict[str, type[BaseModel]] = {"pipeline": PipelineSpec, "quantizer": ComponentSpec, "codec": ComponentSpec}
+    items: dict[str, type[BaseModel]] = {"profiles": Profile, "transforms": ComponentSpec, "planes": Chain}
+    if not parent:
+        return ProfileLibrary.model_fields
+    model = models.get(str(parent[-1])) or (items | {"quality": QualityRecord}).get(str(parent[-2]))
+    return model.model_fields if model else ("fixed_s", "s_per_byte")
+
+
+def _path(loc: tuple[int | str, ...], raw: Any) -> str:
+    """``("profiles", 3, "pipeline", "cr")`` -> ``profiles.balanced.cr``: names for numbers, no ``pipeline``."""
+    parts = list(loc)
+    if len(parts) > 1 and parts[0] == "profiles" and isinstance(parts[1], int):
+        try:
+            parts[1] = str(raw["profiles"][parts[1]]["name"])
+        except (TypeError, KeyError):
+            parts[1] = f"[{parts[1]}]"
+        if parts[2:3] == ["pipeline"] and len(parts) > 3:
+            del parts[2]
+    return ".".join(map(str, parts))

@@ -1,0 +1,107 @@
+"""What a transform, a quantizer and a codec implement. ``BS = C(Q(T(X)))``, tensors are ``[L, H, T, D]``.
+
+Bind once, then run: ``bind`` checks, loads, allocates and compiles; ``encode`` and ``decode`` assume valid input,
+work on the current stream and never synchronise. They must not change their input.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvserve_core.component import Capabilities, ComponentConfig
+from kvserve_core.spec import KVSpec, Region
+from kvserve_core.tensor import Encoded, Params, Part, Quantized, Shape
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from kvserve_core.artefacts import Artefacts
+
+
+class Stage(ABC):
+    """Common part of T, Q and C. ``Config`` is nested in the class; ``reads`` lists the format versions it decodes."""
+
+    Config: ClassVar[type[ComponentConfig]] = ComponentConfig
+    caps: Capabilities = Capabilities()  # of the class; an instance may narrow it to what its configuration can do
+    format_version: ClassVar[int] = 1
+    reads: ClassVar[frozenset[int]] = frozenset({1})
+
+    config: ComponentConfig
+    """Annotate it with the nested class in a subclass: ``config: Config``."""
+
+    def __init__(self, config: ComponentConfig) -> None:
+        self.config = config
+
+    def bind(self, at: Region, spec: KVSpec, device: torch.device, artefacts: Artefacts) -> Self:
+        """A copy ready for one (plane, layer block, head group); safe on one stream.
+
+        ``at`` spans one whole token cell. Override to check, load, allocate and compile, and call this first.
+
+        Raises:
+            UnsupportedSpecError: the stage cannot work there.
+            ArtefactError: a calibrated file it needs is missing.
+        """
+        del at, spec, device, artefacts
+        return copy.copy(self)
+
+    @property
+    def artefacts(self) -> frozenset[str]:
+        """Hashes of the artefacts this configuration reads."""
+        return frozenset()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r})"
+
+
+class Transform(Stage):
+    """T: maps values to values that quantize better. Native dtype or f32 in; f32 out (native if exact)."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, at: Region) -> tuple[Tensor, Params]:
+        """``[L, H, T, D]`` to the transformed tensor and its side tensors. May change H and D."""
+
+    @abstractmethod
+    def decode(self, y: Tensor, params: Params, at: Region) -> Tensor:
+        """The inverse: ``[L, H, T, D]`` in f32 (native if exact)."""
+
+    def shape(self, x: Shape) -> Shape:
+        """Shape of ``encode``'s output for an input of shape ``x``; override when it differs."""
+        return x
+
+
+class Quantizer(Stage):
+    """Q: values to small integer codes and side tensors."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, at: Region) -> Quantized:
+        """``[L, H, T, D]`` to streams of codes. Codes of a head lie together; parameters are rounded first."""
+
+    @abstractmethod
+    def decode(self, q: Quantized, at: Region) -> Tensor:
+        """A tensor of ``q.shape``, in f32 (native if exact)."""
+
+
+class Codec(Stage):
+    """C: streams of codes to fewer bytes. Batched: one call serves the parts of many segments."""
+
+    @abstractmethod
+    def bound(self, part: Part) -> int:
+        """The most bytes ``encode`` can give for this part."""
+
+    @abstractmethod
+    def encode(self, parts: Sequence[Part]) -> Sequence[Encoded]:
+        """One result a part, in order. ``data`` has room for at least ``nbytes``."""
+
+    @abstractmethod
+    def decode(self, blobs: Sequence[Encoded], like: Sequence[Part]) -> Sequence[Tensor]:
+        """Codes again. ``like`` gives alphabet, rows, dtype and length of each (its codes are not read).
+
+        Raises:
+            FrameError: a blob does not decode to exactly that length.
+        """

@@ -1,0 +1,78 @@
+"""The values that pass between stages, and the map between kvserve's dtype names and torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvserve_core.errors import UnsupportedSpecError
+from kvserve_core.spec import DType
+
+Params: TypeAlias = Mapping[str, Tensor]
+"""Small side tensors (scales, anchors); u8, i16, i32, bf16 or f32. They are digested and counted in the ratio."""
+
+Shape: TypeAlias = tuple[int, int, int, int]
+"""``(L, H, T, D)``."""
+
+TORCH: dict[DType, torch.dtype] = {
+    DType.BF16: torch.bfloat16,
+    DType.F16: torch.float16,
+    DType.F32: torch.float32,
+    DType.U8: torch.uint8,
+    DType.I16: torch.int16,
+    DType.I32: torch.int32,
+}
+_NAMES = {v: k for k, v in TORCH.items()}
+
+
+def dtype_of(x: Tensor) -> DType:
+    """kvserve's name for a tensor's dtype.
+
+    Raises:
+        UnsupportedSpecError: the dtype is not in the closed set.
+    """
+    name = _NAMES.get(x.dtype)
+    if name is None:
+        raise UnsupportedSpecError(f"dtype {x.dtype} cannot be transferred; view it as uint8 (an opaque plane)")
+    return name
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stream for a codec. Parts of one segment may differ in alphabet.
+
+    codes: 1-D contiguous u8 or i16, values ``0 .. alphabet - 1``.
+    rows: equal-length runs with statistics of their own (head-major or component-major).
+    table: ``"<artefact blake3>/<name>"`` of a static integer table, None for the codec's own.
+    """
+
+    codes: Tensor
+    alphabet: int
+    rows: int = 1
+    table: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes as they stand."""
+        return self.codes.numel() * self.codes.element_size()
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What a quantizer gives: streams of codes, side tensors, and the shape it quantized (``[L, H, T, D]``)."""
+
+    parts: tuple[Part, ...]
+    params: Params = field(default_factory=dict)
+    shape: Shape = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A codec's output: u8 with capacity >= nbytes; ``nbytes`` is a 0-d i64 on data's device, read after the fence."""
+
+    data: Tensor
+    nbytes: Tensor
