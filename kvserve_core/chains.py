@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.component import Capabilities, ComponentSpec, Kind
-from kvserve_core.errors import ConfigError, FrameError, KVServeError, UnsupportedSpecError
+from kvserve_core.errors import ConfigError, FrameError, KVServeError, Unacceptable, UnsupportedSpecError
 from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits
 from kvserve_core.profile import RAW_CHAIN, Chain
 from kvserve_core.registry import Registry
@@ -22,7 +22,7 @@ from kvserve_core.stages import Codec, Quantizer, Stage, Transform
 from kvserve_core.tensor import TORCH, Params, Quantized, Shape
 from kvserve_core.wire import ChainInfo
 
-Direction = Literal["encode", "decode"]
+F16_MAX = torch.finfo(torch.float16).max
 StageT = TypeVar("StageT", bound=Stage)
 
 
@@ -54,11 +54,16 @@ class Bound:
         x = self.quantizer.decode(quantized, at)
         for transform, side in zip(reversed(self.transforms), reversed(params[:-1]), strict=True):
             x = transform.decode(x, side, at)
+        if self.dtype is torch.float16 and not self.exact:  # a grid's top may lie above 65504
+            x = x.clamp(-F16_MAX, F16_MAX)
         return x.to(self.dtype)
 
 
 class ChainSet:
-    """The chains of one pipeline or of one frame; chain 0 is always raw. ``path`` prefixes errors."""
+    """The chains of one pipeline, or (with the ``versions`` its header names) of one frame; chain 0 is always raw.
+
+    chains: ``(path, chain)``; the path prefixes errors.
+    """
 
     def __init__(
         self,
@@ -67,13 +72,16 @@ class ChainSet:
         device: torch.device,
         registry: Registry,
         artefacts: Artefacts,
-        direction: Direction,
+        versions: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        self.kv, self.device, self.artefacts, self.direction = kv, device, artefacts, direction
+        self.kv, self.device, self.artefacts = kv, device, artefacts
+        self._direction: Literal["encode", "decode"] = "encode" if versions is None else "decode"
         self._registry = registry
         self._paths = ["raw", *(path for path, _ in chains)]
         self._chains = [RAW_CHAIN, *(chain for _, chain in chains)]
         self._stages = [self._create(i) for i in range(len(self._chains))]
+        if versions is not None:
+            self._set_versions(versions)
         self._bound: dict[tuple[int, int, str, tuple[int, ...], tuple[int, ...]], Bound] = {}
         self._codecs: dict[int, Codec] = {}
 
@@ -88,20 +96,44 @@ class ChainSet:
 
     def _stage(self, kind: Kind, spec: ComponentSpec, path: str) -> Any:
         stage = self._registry.create(kind, spec, path)
-        on = stage.caps.encode_on if self.direction == "encode" else stage.caps.decode_on
+        on = stage.caps.encode_on if self._direction == "encode" else stage.caps.decode_on
         if self.device.type not in on:
             raise UnsupportedSpecError(
-                f"{kind} {spec.name!r} cannot {self.direction} on {self.device.type!r}, only on {sorted(on)}", path
+                f"{kind} {spec.name!r} cannot {self._direction} on {self.device.type!r}, only on {sorted(on)}", path
             )
         return stage
 
+    def _set_versions(self, versions: Sequence[Sequence[str]]) -> None:
+        """Tell each stage which format version to decode.
+
+        Raises:
+            Unacceptable: a version that the installed component does not read, or names that are not the chain's.
+        """
+        for i, given in enumerate(versions):
+            transforms, quantizer, codec = self._stages[i]
+            stages = (*transforms, quantizer, codec)
+            here = [name.rpartition("@")[0] for name in self._names(i)]
+            if here != [name.rpartition("@")[0] for name in given]:
+                raise FrameError(f"chain {i} is said to be {list(given)}, its spec makes {here}", "header")
+            for stage, name in zip(stages, given, strict=True):
+                version = name.rpartition("@")[2]
+                if not version.isdecimal() or int(version) not in stage.reads:
+                    raise Unacceptable([name], f"format versions {sorted(stage.reads)} are read here")
+                stage.version = int(version)
+
     @property
     def infos(self) -> tuple[ChainInfo, ...]:
-        """The chains as a frame header names them."""
-        return tuple(
-            ChainInfo(self._names(i), chain.model_dump_json(exclude_defaults=True))
-            for i, chain in enumerate(self._chains)
+        """The chains as a frame header names them, with every default written out: defaults may change, frames not."""
+        return tuple(ChainInfo(self._names(i), self._resolved(i)) for i in range(len(self._chains)))
+
+    def _resolved(self, i: int) -> str:
+        chain, (transforms, quantizer, codec) = self._chains[i], self._stages[i]
+        made = Chain(
+            transforms=tuple(map(_spec_of, chain.transforms, transforms)),
+            quantizer=_spec_of(chain.quantizer, quantizer),
+            codec=_spec_of(chain.codec, codec),
         )
+        return made.model_dump_json()
 
     def _names(self, i: int) -> tuple[str, ...]:
         chain, (transforms, quantizer, codec) = self._chains[i], self._stages[i]
@@ -125,7 +157,8 @@ class ChainSet:
         """What the planner needs of chain ``i``."""
         transforms, quantizer, _ = self._stages[i]
         caps = [s.caps for s in (*transforms, quantizer)]
-        return ChainTraits(i, all(c.head_local for c in caps), lcm(*(c.token_multiple for c in caps)))
+        multiple = lcm(*(c.token_multiple for c in caps))
+        return ChainTraits(i, all(c.head_local for c in caps), all(c.layer_local for c in caps), multiple)
 
     def codec(self, i: int) -> Codec:
         """The codec of chain ``i``; one bound object serves all its segments, so that calls are batched."""
@@ -156,6 +189,17 @@ class ChainSet:
             bound_transforms.append(self._at(transform, at, f"{path}.transforms.{n}"))
             dtype = dtype if transform.caps.exact else DType.F32
         self._check(quantizer.caps, at, dtype, f"{path}.quantizer")
+        if quantizer.caps.exact and dtype != plane.dtype:
+            raise UnsupportedSpecError(
+                f"an exact quantizer takes {plane.dtype.value!r} only, the transforms before it give {dtype.value!r}",
+                f"{path}.quantizer",
+            )
+        if quantizer.caps.max_alphabet > codec.caps.max_alphabet:
+            raise UnsupportedSpecError(
+                f"codes alphabets up to {codec.caps.max_alphabet}, the quantizer gives up to"
+                f" {quantizer.caps.max_alphabet}; use fewer levels or another codec",
+                f"{path}.codec",
+            )
         bound_quantizer = self._at(quantizer, at, f"{path}.quantizer")
         if i not in self._codecs:
             self._codecs[i] = self._at(codec, at, f"{path}.codec")
@@ -166,6 +210,8 @@ class ChainSet:
             return stage.bind(at, self.kv, self.device, self.artefacts)
         except ConfigError as error:
             raise error.under(path) from error.__cause__
+        except Exception as error:  # a stage may raise anything at a place it did not expect
+            raise UnsupportedSpecError(f"cannot be bound to {at}: {type(error).__name__}: {error}", path) from error
 
     @staticmethod
     def _check(caps: Capabilities, at: Region, dtype: DType, path: str) -> None:
@@ -173,6 +219,10 @@ class ChainSet:
             raise UnsupportedSpecError(f"plane {at.plane!r} is not supported, only {sorted(caps.planes)}", path)
         if dtype not in caps.dtypes:
             raise UnsupportedSpecError(f"dtype {dtype.value!r} is not supported, only {sorted(caps.dtypes)}", path)
+
+
+def _spec_of(spec: ComponentSpec, stage: Stage) -> ComponentSpec:
+    return ComponentSpec(name=spec.name, configuration=stage.config.model_dump(mode="json"))
 
 
 def chains_of_frame(infos: Sequence[ChainInfo]) -> list[tuple[str, Chain]]:

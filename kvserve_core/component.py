@@ -120,6 +120,7 @@ class Capabilities:
     exact: T is bitwise invertible; Q and C are lossless. A chain is lossless iff all three are.
     planes: plane names it works on, or ``{"*"}``. dtypes: what it takes (``f32`` is what a lossy transform gives).
     head_local: slicing heads commutes with encoding, so that any tensor-parallel remap works.
+    layer_local: likewise for layers, so that a pipeline stage may hold a part of a layer block.
     token_multiple: the region length it needs; the tail that is shorter goes raw.
     artefacts: it reads calibrated files, whose hashes take part in negotiation.
     async_size: a codec whose output size stays on the device until the fence. max_alphabet: what it can code.
@@ -131,6 +132,7 @@ class Capabilities:
     planes: frozenset[str] = frozenset({"k", "v"})
     dtypes: frozenset[DType] = frozenset({DType.BF16, DType.F16, DType.F32})
     head_local: bool = False
+    layer_local: bool = False
     token_multiple: int = 1
     artefacts: bool = False
     async_size: bool = False
@@ -138,11 +140,14 @@ class Capabilities:
 
 
 def config_error(error: ValidationError, model: type[BaseModel], raw: object, what: str = "field") -> ConfigError:
-    """pydantic's first complaint as one line with the field's path, and the nearest name for an unknown field.
+    """One of pydantic's complaints as one line with the field's path, and the nearest name for an unknown field.
+
+    The first, but unknown fields before all others: a misspelt field is also a missing one.
 
     raw: the input, which tells real keys from the labels that pydantic puts into a location for unions.
     """
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     path = ".".join(_keys(first["loc"], raw, first["type"] == "missing"))
     if first["type"] == "extra_forbidden":
         inner = _model_at(model, first["loc"][:-1])

@@ -23,11 +23,15 @@ class Planned:
 
 
 class ChainTraits(NamedTuple):
-    """What the planner must know of a chain: its id, and two of its stages' capabilities combined."""
+    """What the planner must know of a chain: its id, and its stages' capabilities combined."""
 
     id: int
     head_local: bool
+    layer_local: bool
     token_multiple: int
+
+
+RAW_TRAITS = ChainTraits(RAW_CHAIN_ID, True, True, 1)
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,8 @@ def lanes(spec: PipelineSpec, kv: KVSpec, shard: Shard, traits: Callable[[Plane]
     for group in sorted(kv.groups, key=lambda g: (g.unit == "state", g.id)):
         for plane in planes_of(spec, group):
             chain = traits(plane.name)
-            for block in _blocks(spec, kv, group, shard):
-                raw = block[0] in _raw_layers(spec, kv)
-                use = ChainTraits(RAW_CHAIN_ID, True, 1) if raw else chain
+            for block in _blocks(spec, kv, group, shard, chain):
+                use = RAW_TRAITS if block[0] in _raw_layers(spec, kv) else chain
                 for heads in _head_groups(spec, plane, shard, chain):
                     out.append(Lane(group, plane, use, block, heads))
     return out
@@ -80,13 +83,15 @@ def _raw_layers(spec: PipelineSpec, kv: KVSpec) -> frozenset[int]:
     return frozenset(layers[i] for i in spec.raw_layers)
 
 
-def _blocks(spec: PipelineSpec, kv: KVSpec, group: LayerGroup, shard: Shard) -> Iterator[tuple[int, ...]]:
+def _blocks(
+    spec: PipelineSpec, kv: KVSpec, group: LayerGroup, shard: Shard, chain: ChainTraits
+) -> Iterator[tuple[int, ...]]:
     raw, mine = _raw_layers(spec, kv), set(shard.layers)
     size = spec.layer_block
     for i in range(0, len(group.layers), size):
         block = group.layers[i : i + size]
         held = [layer for layer in block if layer in mine]
-        if held and len(held) < len(block):
+        if held and len(held) < len(block) and not chain.layer_local:
             raise UnsupportedSpecError(
                 f"layers {block} form one block, this rank holds {held}; choose a 'layer_block' that divides the"
                 " layers of a pipeline stage",

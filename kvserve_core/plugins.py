@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 
@@ -168,7 +168,10 @@ def _misspelt(caller: pluggy.HookCaller, provider: Provider, loaded: Loaded) -> 
 def _declare(kind: Kind, hook: str, impl: pluggy.HookImpl, provider: Provider, loaded: Loaded) -> None:
     if impl.wrapper or impl.hookwrapper:
         raise TypeError("it is a hook wrapper; kvserve's hooks are called once each and cannot be wrapped")
-    for component in impl.function() or ():
+    declared = impl.function()
+    if not isinstance(declared, Iterable):
+        raise TypeError(f"it returned {type(declared).__name__!r}; yield Component(...), or return a list of them")
+    for component in declared:
         reason = malformed(component)
         if reason is None:
             loaded.manifests.append(Manifest(kind, component, provider))

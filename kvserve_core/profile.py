@@ -55,7 +55,7 @@ class PipelineSpec(BaseModel):
         return self
 
     def __hash__(self) -> int:
-        return hash(self.model_dump_json())
+        return hash((frozenset(self.planes.items()), self.layer_block, self.segment_tokens, self.head_groups))
 
     def chain_for(self, plane: Plane) -> Chain:
         """The chain of a plane: named, or ``*``, or lossless for ``rope`` and ``opaque``."""
@@ -68,5 +68,9 @@ class PipelineSpec(BaseModel):
         return self.planes["*"]
 
 
-RAW_PIPELINE = PipelineSpec(planes={"*": RAW_CHAIN, "rope": RAW_CHAIN, "opaque": RAW_CHAIN}, sink_tokens=0)
-LOSSLESS_PIPELINE = PipelineSpec(planes={"*": LOSSLESS_CHAIN}, sink_tokens=0)
+EXACT_LAYER_BLOCK = 16
+"""Layers a segment of the built-in pipelines: large enough to make per-segment costs small."""
+RAW_PIPELINE = PipelineSpec(
+    planes={"*": RAW_CHAIN, "rope": RAW_CHAIN, "opaque": RAW_CHAIN}, sink_tokens=0, layer_block=EXACT_LAYER_BLOCK
+)
+LOSSLESS_PIPELINE = PipelineSpec(planes={"*": LOSSLESS_CHAIN}, sink_tokens=0, layer_block=EXACT_LAYER_BLOCK)

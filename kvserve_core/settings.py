@@ -41,7 +41,7 @@ class PeerSettings(BaseModel):
     """What is assumed of a consumer that is not known when its cache is encoded."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    accept: Literal["portable", "any"] = "portable"
+    accept: Literal["portable", "any"] = Field("portable", description="formats to write for unknown consumers")
     """``portable``: formats that decode on CPU and on CUDA. ``any``: all that is installed here."""
 
 
@@ -50,7 +50,7 @@ class TransportSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any]]
-    name: str = "tcp"
+    name: str = Field("tcp", min_length=1, description="the transport that is used")
 
     def spec(self, name: str = "") -> ComponentSpec:
         """The chosen transport with its table, as the registry creates it."""

@@ -237,6 +237,6 @@ def covering(plan: Sequence[Region], want: Sequence[Region]) -> list[int]:
 
 
 def _span(values: tuple[int, ...]) -> str:
-    if len(values) > 1 and values == tuple(range(values[0], values[-1] + 1)):
+    if len(values) > 1 and values[-1] - values[0] + 1 == len(values):  # ascending, so without gaps
         return f"{values[0]}-{values[-1]}"
     return ",".join(map(str, values))

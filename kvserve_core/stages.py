@@ -34,9 +34,12 @@ class Stage(ABC):
 
     config: ComponentConfig
     """Annotate it with the nested class in a subclass: ``config: Config``."""
+    version: int
+    """The format version to decode: that of the frame, one of ``reads``; ``format_version`` on the encoding side."""
 
     def __init__(self, config: ComponentConfig) -> None:
         self.config = config
+        self.version = self.format_version
 
     def bind(self, at: Region, spec: KVSpec, device: torch.device, artefacts: Artefacts) -> Self:
         """A copy ready for one (plane, layer block, head group); safe on one stream.
@@ -88,7 +91,14 @@ class Quantizer(Stage):
 
 
 class Codec(Stage):
-    """C: streams of codes to fewer bytes. Batched: one call serves the parts of many segments."""
+    """C: streams of codes to fewer bytes. Batched: one call serves the parts of many segments.
+
+    Outputs belong to the caller: a second ``encode`` may come before the sizes of the first are read, so buffers are
+    fresh from the allocator and only scratch is kept. ``ok``: for codecs on a device, which cannot raise without a
+    synchronisation, a u8 or bool tensor with one flag per blob of the last ``decode``, read after the fence.
+    """
+
+    ok: Tensor | None = None
 
     @abstractmethod
     def bound(self, part: Part) -> int:
@@ -103,5 +113,5 @@ class Codec(Stage):
         """Codes again. ``like`` gives alphabet, rows, dtype and length of each (its codes are not read).
 
         Raises:
-            FrameError: a blob does not decode to exactly that length.
+            FrameError: a blob does not decode to exactly that length (on a device: its flag in ``ok`` is 0).
         """

@@ -72,7 +72,10 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A codec's output: u8 with capacity >= nbytes; ``nbytes`` is a 0-d i64 on data's device, read after the fence."""
+    """A codec's output: u8 with capacity >= nbytes; ``nbytes`` is a 0-d i64, read after the fence.
+
+    From ``encode`` it lies on data's device; for ``decode`` data is exactly the blob and nbytes repeats its length.
+    """
 
     data: Tensor
     nbytes: Tensor

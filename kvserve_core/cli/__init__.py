@@ -35,6 +35,16 @@ COMMANDS: dict[str, Command] = {
     "schema": Command("kvserve_core.cli.schema:schema", "Print the JSON schema of a pipeline of installed components."),
     "doctor": Command("kvserve_core.cli.doctor:doctor", "Check this installation and say where each setting is from."),
     "inspect": Command("kvserve_core.cli.frames:inspect", "Summarise a frame file and verify its digests."),
+    "demo": Command(
+        "kvserve_hf.commands:demo",
+        "Serve a real model from two processes over links of four speeds, compressed as the controller decides.",
+        "kvserve[hf]",
+    ),
+    "measure": Command(
+        "kvserve_hf.commands:measure",
+        "Measure ratio, speed and quality of named pipelines on a model, and write them as a profile library.",
+        "kvserve[hf]",
+    ),
 }
 """Summaries equal the first docstring line of each function (tested), so that help imports none of them."""
 

@@ -93,10 +93,10 @@ def cache() -> Check:
 
 def unknown_variables(loaded: Loaded) -> Iterator[Check]:
     """Variables that begin like ours and do nothing."""
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | RESERVED
+    known = [*Settings.model_fields, *(name.removeprefix(PREFIX) for name in RESERVED)]
     for name in loaded.unknown_env:
-        close = nearest(name, known)
-        hint = f"; did you mean {close!r}?" if close else ""
+        close = nearest(name.removeprefix(PREFIX), known)
+        hint = f"; did you mean {PREFIX + close.upper()!r}?" if close else ""
         yield Check(name, "warn", f"this variable names no setting and is ignored{hint}")
 
 

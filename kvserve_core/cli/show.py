@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from enum import Enum
-from typing import Annotated, Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -108,6 +109,17 @@ def config_fields(config: type[BaseModel]) -> list[dict[str, Any]]:
 
 
 def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0])
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type, arguments))
+    if annotation is NoneType:
+        return "None"
+    if annotation is Ellipsis:
+        return "..."
+    if inspect.isclass(origin) and arguments:
+        return f"{origin.__name__}[{', '.join(map(_type, arguments))}]"
     return annotation.__name__ if inspect.isclass(annotation) else str(annotation).replace("typing.", "")
 
 
@@ -158,7 +170,7 @@ def _print(about: dict[str, Any]) -> None:
         rows = [(key, json.dumps(value)) for key, value in about["capabilities"].items()]
         rows += [(key, json.dumps(about[key])) for key in ("format_version", "reads") if key in about]
         print_table("\ncapabilities", ("name", "value"), rows)
-    typer.echo(f"\nin a pipeline: {json.dumps(about['example'])}")
+    typer.echo(f"\nas a spec: {json.dumps(about['example'])}")
 
 
 def _default(field: dict[str, Any]) -> str:

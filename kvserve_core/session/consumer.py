@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvserve_core.artefacts import NONE, Artefacts
+from kvserve_core.decoder import Decoder
 from kvserve_core.errors import ConfigError, FrameError, TransferCancelled, TransferTimeout
 from kvserve_core.handshake import peer_info
 from kvserve_core.metrics import Counters
-from kvserve_core.pipeline import Decoder
 from kvserve_core.policy import Outcome
 from kvserve_core.registry import Registry, default_registry
 from kvserve_core.session.coverage import Coverage, clip, cut
@@ -155,7 +155,8 @@ class Consumer:
                 self._receive(job, leg, delivery)
             finally:
                 delivery.close()
-                leg.transfer_s = max(0.0, delivery.stats.seconds - delivery.stats.waited_s)
+                stats = delivery.stats
+                leg.wire_bytes, leg.transfer_s = stats.nbytes, max(0.0, stats.seconds - stats.waited_s)
         job.coverage.require_complete()
 
     def _receive(self, job: _Fetch, leg: _Leg, delivery: Delivery) -> None:
@@ -166,7 +167,6 @@ class Consumer:
         try:
             for sealed in delivery:
                 _check(job)
-                leg.wire_bytes += sealed.nbytes
                 batch.append(codebook.unseal(sealed))
                 room -= self._kv.nbytes(batch[-1].at)
                 if room <= 0:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from fake_engine import dense, hybrid, mla
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_engine import dense, hybrid, mla
 from kvserve_core.errors import UnsupportedSpecError
 from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits, Planned, lanes, plan
 from kvserve_core.profile import PipelineSpec
@@ -23,9 +24,15 @@ def spec(**fields: object) -> PipelineSpec:
 
 
 def made(
-    s: PipelineSpec, kv: KVSpec, total: int, shard: Shard | None = None, head_local: bool = True, multiple: int = 1
+    s: PipelineSpec,
+    kv: KVSpec,
+    total: int,
+    shard: Shard | None = None,
+    head_local: bool = True,
+    multiple: int = 1,
+    layer_local: bool = False,
 ) -> list[Planned]:
-    traits = ChainTraits(1, head_local, multiple)
+    traits = ChainTraits(1, head_local, layer_local, multiple)
     return list(plan(s, lanes(s, kv, shard or whole(kv), lambda _: traits), total))
 
 
@@ -99,9 +106,9 @@ def test_every_element_is_covered_exactly_once(
 @given(total=st.integers(1, 900), cuts=st.lists(st.integers(0, 900), max_size=5))
 def test_chunked_prefill_gives_out_each_segment_once_in_plan_order(total: int, cuts: list[int]) -> None:
     kv, s = hybrid(2, 8), spec(layer_block=2, sink_tokens=4)
-    lanes_ = lanes(s, kv, whole(kv), lambda _: ChainTraits(1, True, 1))
+    lanes_ = lanes(s, kv, whole(kv), lambda _: ChainTraits(1, True, True, 1))
     edges = sorted({0, total, *(c for c in cuts if c < total)})
-    pieces = [p for a, b in zip(edges, edges[1:], strict=False) for p in plan(s, lanes_, total, range(a, b))]
+    pieces = [p for a, b in pairwise(edges) for p in plan(s, lanes_, total, range(a, b))]
     assert pieces == list(plan(s, lanes_, total))
 
 
@@ -127,6 +134,7 @@ def test_a_pipeline_stage_must_hold_whole_layer_blocks() -> None:
     assert {p.at.layers for p in made(spec(layer_block=2), kv, 10, Shard((2, 3)))} == {(2, 3)}
     with pytest.raises(UnsupportedSpecError, match="layer_block"):
         made(spec(layer_block=3), kv, 10, Shard((2, 3)))
+    assert {p.at.layers for p in made(spec(layer_block=3), kv, 10, Shard((2, 3)), layer_local=True)} == {(2,), (3,)}
 
 
 def test_head_groups_must_divide_the_heads() -> None:
@@ -143,7 +151,7 @@ def test_state_comes_last_and_with_the_last_token() -> None:
     kv = hybrid()
     planned = made(spec(), kv, 600)
     assert planned[-1].at == Region(2, "opaque", (5,), (0,), 0, 1)
-    lanes_ = lanes(spec(), kv, whole(kv), lambda _: ChainTraits(1, True, 1))
+    lanes_ = lanes(spec(), kv, whole(kv), lambda _: ChainTraits(1, True, True, 1))
     assert all(p.at.group != 2 for p in plan(spec(), lanes_, 600, range(599)))
 
 

@@ -7,10 +7,10 @@ import sys
 from dataclasses import replace
 
 import pytest
-from fake_engine import dense, hybrid, mla
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_engine import dense, hybrid, mla
 from kvserve_core.errors import UnsupportedSpecError
 from kvserve_core.spec import DType, PlanePart, PlaneSpec, Region, Shard, base_planes, cells, covering, whole
 
