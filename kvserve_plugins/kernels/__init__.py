@@ -1,0 +1,1 @@
+"""The arithmetic behind the components: pure functions on tensors, one operation a file."""
