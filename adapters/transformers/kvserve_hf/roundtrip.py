@@ -1,0 +1,51 @@
+"""Any pipeline as a roundtrip of real frames: encode, seal, count every byte, verify, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from kvserve_core.artefacts import NONE, Artefacts
+from kvserve_core.decoder import Decoder
+from kvserve_core.pipeline import Pipeline
+from kvserve_core.plan import Planned
+from kvserve_core.session.events import gather_region, split_region
+from kvserve_core.spec import Region
+from kvserve_core.wire import Codebook, pack_header
+
+BATCH = 64
+"""Segments a call."""
+
+
+class FrameRoundtrip:
+    """A :class:`~kvserve_hf.measure.Roundtrip` through frames; ``raw_bytes`` and ``wire_bytes`` add up over calls."""
+
+    def __init__(self, pipeline: Pipeline, artefacts: Artefacts = NONE) -> None:
+        self._pipeline, self._artefacts = pipeline, artefacts
+        self.raw_bytes = 0
+        self.wire_bytes = 0
+
+    @property
+    def cr(self) -> float:
+        """Effective ratio: original bytes over frame bytes, header, metadata, sinks and padding counted."""
+        return self.raw_bytes / self.wire_bytes
+
+    def __call__(self, read: Callable[[Region], Tensor], total: int) -> Iterable[tuple[Region, Tensor]]:
+        """Restored regions of one request."""
+        header, planned = self._pipeline.header("roundtrip", total, "measured")
+        self.raw_bytes += header.raw_bytes
+        self.wire_bytes += len(pack_header(header))
+        book = Codebook(header)
+        decoder = Decoder(header, self._pipeline.kv, artefacts=self._artefacts)
+        for i in range(0, len(planned), BATCH):
+            yield from self._batch(planned[i : i + BATCH], read, book, decoder)
+
+    def _batch(
+        self, planned: list[Planned], read: Callable[[Region], Tensor], book: Codebook, decoder: Decoder
+    ) -> Iterable[tuple[Region, Tensor]]:
+        data = [(p, gather_region(lambda _, at: read(at), "", p.at)) for p in planned]
+        sealed = [book.seal(segment) for segment in self._pipeline.encode(data)]
+        self.wire_bytes += sum(s.nbytes for s in sealed)
+        for at, x in decoder.decode([book.unseal(s) for s in sealed]):
+            yield from split_region(self._pipeline.kv, at, x)

@@ -1,0 +1,168 @@
+"""Pinned texts for quality: passages of installed packages, named by file and checked by hash; and the demo's prompts.
+
+Every text comes from a package of its own, so no two share a source. A passage is looked up at its offset, then by its
+first words, so a release that leaves it unchanged still serves it; its hash decides.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from blake3 import blake3
+
+from kvserve_core.errors import ArtefactError
+from kvserve_hf.measure import CONTINUATION_TOKENS, PROMPT_TOKENS, TokenText
+
+ANCHOR_CHARS = 60
+TEXT_CHARS = 6000
+"""Enough for 960 tokens of English or Python with any usual vocabulary."""
+PROMPTS = ("document", "code", "question")
+
+
+class PinnedTextError(ArtefactError):
+    """A pinned text is not installed here, or is not the text that was pinned."""
+
+
+@dataclass(frozen=True)
+class PinnedText:
+    """``length`` characters from ``offset`` of ``file``, a path relative to where ``package`` is installed.
+
+    anchor: the first characters, to find the passage again when it moved. blake3: of the passage in UTF-8.
+    """
+
+    name: str
+    kind: Literal["prose", "code"]
+    package: str
+    version: str
+    file: str
+    offset: int
+    length: int
+    anchor: str
+    blake3: str
+
+
+@dataclass(frozen=True)
+class LoadedText:
+    """A passage, and whether it is the pinned one."""
+
+    pin: PinnedText
+    text: str
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A user message of the demo, put into the model's chat template."""
+
+    name: str
+    text: str
+
+
+def pinned_texts() -> list[PinnedText]:
+    """The list that ships with this package."""
+    data = files("kvserve_hf").joinpath("pinned_texts.json").read_text("utf-8")
+    return [PinnedText(**entry) for entry in json.loads(data)]
+
+
+def load_text(pin: PinnedText, allow_unpinned: bool = False) -> LoadedText:
+    """The passage, checked against its hash.
+
+    Raises:
+        PinnedTextError: the package is missing; or the passage differs and ``allow_unpinned`` is false.
+    """
+    content, version = _read(pin.package, pin.file)
+    for offset in (pin.offset, content.find(pin.anchor)):
+        passage = content[offset : offset + pin.length] if offset >= 0 else ""
+        if _hash(passage) == pin.blake3:
+            return LoadedText(pin, passage, True)
+    passage = content[pin.offset : pin.offset + pin.length]
+    if not allow_unpinned or len(passage) < pin.length:
+        raise PinnedTextError(
+            f"pinned text {pin.name!r} is not in the installed {pin.package!r} {version} (it was pinned from version"
+            f" {pin.version}, file {pin.file!r}); pip install '{pin.package}=={pin.version}', or pass --allow-unpinned"
+            " to measure on what is installed (such figures do not compare with others)"
+        )
+    return LoadedText(pin, passage, False)
+
+
+def load_texts(pins: Iterable[PinnedText], allow_unpinned: bool = False) -> list[LoadedText]:
+    """All passages; every one that fails is named in a single error."""
+    loaded, problems = [], []
+    for pin in pins:
+        try:
+            loaded.append(load_text(pin, allow_unpinned))
+        except PinnedTextError as error:
+            problems.append(str(error))
+    if problems:
+        raise PinnedTextError("; ".join(problems))
+    return loaded
+
+
+def tokens(
+    texts: Sequence[LoadedText],
+    tokenize: Callable[[str], Sequence[int]],
+    length: int = PROMPT_TOKENS + CONTINUATION_TOKENS,
+) -> list[TokenText]:
+    """The first ``length`` tokens of each text.
+
+    Raises:
+        PinnedTextError: a text is shorter than that under this tokenizer.
+    """
+    out = []
+    for text in texts:
+        ids = tuple(tokenize(text.text)[:length])
+        if len(ids) < length:
+            raise PinnedTextError(
+                f"text {text.pin.name!r} has {len(ids)} tokens, {length} are needed; use shorter parts"
+            )
+        out.append(TokenText(text.pin.name, ids))
+    return out
+
+
+def pin(name: str, kind: Literal["prose", "code"], package: str, file: str, offset: int) -> PinnedText:
+    """A new pin of ``TEXT_CHARS`` characters of an installed file."""
+    content, version = _read(package, file)
+    passage = content[offset : offset + TEXT_CHARS]
+    if len(passage) < TEXT_CHARS:
+        raise PinnedTextError(f"{file!r} of {package!r} ends before {offset} + {TEXT_CHARS} characters")
+    anchor = passage[:ANCHOR_CHARS]
+    return PinnedText(name, kind, package, version, file, offset, TEXT_CHARS, anchor, _hash(passage))
+
+
+def repin(pins: Iterable[PinnedText]) -> list[PinnedText]:
+    """The same places pinned again from what is installed: for a new release of the list, never at run time."""
+    return [pin(p.name, p.kind, p.package, p.file, p.offset) for p in pins]
+
+
+def as_json(pins: Iterable[PinnedText]) -> str:
+    """The text of ``pinned_texts.json``."""
+    return json.dumps([asdict(p) for p in pins], indent=1) + "\n"
+
+
+def demo_prompts() -> list[Prompt]:
+    """A document of about 1500 tokens, code, and a short question. They are part of this package."""
+    folder = files("kvserve_hf").joinpath("prompts")
+    return [Prompt(name, folder.joinpath(f"{name}.txt").read_text("utf-8").strip()) for name in PROMPTS]
+
+
+def _read(package: str, file: str) -> tuple[str, str]:
+    try:
+        found = importlib.metadata.distribution(package)
+        # A file named METADATA lies in a folder that carries the version; the distribution knows which.
+        if file == "METADATA":
+            return found.read_text(file) or "", found.version
+        return Path(str(found.locate_file(file))).read_bytes().decode("utf-8"), found.version
+    except (importlib.metadata.PackageNotFoundError, OSError) as error:
+        raise PinnedTextError(
+            f"the pinned text {file!r} of package {package!r} is not here ({error}); pip install '{package}'"
+        ) from error
+
+
+def _hash(text: str) -> str:
+    return blake3(text.encode()).hexdigest()
