@@ -1,0 +1,3 @@
+"""A module that fails when imported."""
+
+raise RuntimeError("driver too old")
