@@ -137,7 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--segments", type=int, default=64, help="1 MiB segments in the transfer")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--repeat", type=int, default=4, help="fetches timed together")
     given = parser.parse_args()
     result = measure(given.segments, given.rounds, given.repeat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -68,6 +69,14 @@ class Profile(_Model):
     quality: Mapping[str, QualityRecord] = Field(default_factory=dict)
     artefacts: tuple[str, ...] = ()
     notes: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _built_in(cls, given: Any) -> Any:
+        """``raw`` and ``lossless`` are stored without their pipeline: it is whatever this version calls by that name."""
+        if isinstance(given, dict) and given.get("name") in EXACT and "pipeline" not in given:
+            return given | {"pipeline": EXACT[given["name"]]}
+        return given
 
     @model_validator(mode="after")
     def _reserved(self) -> Self:
@@ -184,7 +193,11 @@ class ProfileLibrary(_Model):
         """
         used = sorted({a for p in self.profiles for a in p.artefacts})
         blobs = {digest: self.artefacts.read(digest) for digest in used}
-        library_files.write(Path(path), self.model_dump_json(indent=2).encode() + b"\n", blobs)
+        stored = self.model_dump(mode="json")
+        for profile in stored["profiles"]:
+            if profile["name"] in EXACT:
+                del profile["pipeline"]
+        library_files.write(Path(path), json.dumps(stored, indent=2).encode() + b"\n", blobs)
 
 
 def _stages(chain: Chain) -> list[tuple[Kind, ComponentSpec, str]]:

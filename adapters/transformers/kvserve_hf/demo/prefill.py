@@ -19,6 +19,7 @@ from kvserve_core.registry import default_registry
 from kvserve_core.session import Failed, Producer
 from kvserve_core.spec import Region, whole
 from kvserve_core.transport import Locator, Transport
+from kvserve_core.units import format_bandwidth
 from kvserve_hf.demo.messages import (
     Answer,
     Failure,
@@ -146,7 +147,8 @@ class PrefillSide:
         endpoint = producer.open(request.transfer_id, total, decision)
         producer.ready(request.transfer_id, range(total))
         locator = Locator(request.transfer_id, total, (endpoint,), decision.profile)
-        return Published(locator, decision.reason, decision.explain())
+        reason = f"{decision.reason} at {format_bandwidth(decision.bandwidth)}"
+        return Published(locator, reason, decision.explain())
 
     def _settle(self, transfer_id: str) -> Outcome:
         until = time.monotonic() + SETTLE_S

@@ -1,0 +1,141 @@
+"""Offers under leases: what is published, until when, and which shares have released it. Used by memory and tcp."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from kvserve_core.errors import LeaseLost, PeerLost, TransportError
+from kvserve_core.policy import Outcome
+from kvserve_core.transport import Released, SegmentSource
+
+MAX_LEASE_S = 24 * 3600.0
+"""A consumer may not hold a producer's memory longer than this with one renewal."""
+Ended = Literal["released", "expired", "withdrawn"]
+
+
+class Offer:
+    """One published key. ``ended`` says how it ended, None while it is on offer."""
+
+    def __init__(self, key: str, source: SegmentSource, expires: float) -> None:
+        self.key, self.source, self.expires = key, source, expires
+        self.shares: set[tuple[int, int]] = set()
+        self.reports: list[Outcome] = []
+        self.ended: Ended | None = None
+        self.reason = ""
+
+    def failure(self) -> TransportError:
+        """What a fetch of an offer that ended raises."""
+        if self.ended == "withdrawn":
+            return PeerLost(f"the producer stopped offering {self.key!r}: {self.reason}")
+        return LeaseLost(f"the producer no longer holds {self.key!r}: {self.reason or 'released by every share'}")
+
+
+class Leases:
+    """All offers of one publisher. Thread-safe; a source is closed once, when its offer ends, outside the lock."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._offers: dict[str, Offer] = {}
+        self._ended: list[Released] = []
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    def add(self, key: str, source: SegmentSource, lease_s: float) -> None:
+        """Offer ``source``.
+
+        Raises:
+            TransportError: the key is on offer already, or the lease is not a positive number of seconds.
+        """
+        expires = self._clock() + checked_lease(lease_s)
+        self.expire()
+        with self._lock:
+            if key in self._offers:
+                raise TransportError(f"{key!r} is published already; withdraw it first or use a new transfer id")
+            self._offers[key] = Offer(key, source, expires)
+
+    def get(self, key: str) -> Offer:
+        """The offer; raises :class:`LeaseLost` when there is none."""
+        self.expire()
+        with self._lock:
+            return self._get(key)
+
+    def _get(self, key: str) -> Offer:
+        offer = self._offers.get(key)
+        if offer is None:
+            raise LeaseLost(f"the producer does not hold {key!r}: never published, released, or its lease ran out")
+        return offer
+
+    def renew(self, key: str, lease_s: float) -> None:
+        """Let the lease end ``lease_s`` from now; never sooner than it would have."""
+        lease_s = checked_lease(lease_s)
+        self.expire()
+        with self._lock:
+            offer = self._get(key)
+            offer.expires = max(offer.expires, self._clock() + lease_s)
+
+    def release(self, key: str, share: tuple[int, int], report: Outcome | None) -> None:
+        """Share ``i`` of ``n`` is done. Repeats and unknown keys change nothing."""
+        index, count = share
+        if not 0 <= index < count:
+            raise TransportError(f"share {index} of {count} does not exist; shares are numbered from 0")
+        with self._lock:
+            offer = self._offers.get(key)
+            if offer is None or share in offer.shares:
+                return
+            offer.shares.add(share)
+            offer.reports += [report] if report is not None else []
+            done = sum(n == count for _, n in offer.shares) == count
+        if done:
+            self._end(key, "released", "")
+
+    def withdraw(self, key: str, reason: str) -> None:
+        """Stop offering ``key``, if it is on offer."""
+        self._end(key, "withdrawn", reason)
+
+    def withdraw_all(self, reason: str) -> None:
+        """Stop offering everything."""
+        for key in list(self._offers):
+            self._end(key, "withdrawn", reason)
+
+    def expire(self) -> float:
+        """End what ran out; returns when the next lease ends, on the clock, or infinity."""
+        now = self._clock()
+        with self._lock:
+            late = [o.key for o in self._offers.values() if o.expires <= now]
+            upcoming = min((o.expires for o in self._offers.values() if o.expires > now), default=float("inf"))
+        for key in late:
+            self._end(key, "expired", "its lease ran out", only_after=now)
+        return upcoming
+
+    def poll(self) -> list[Released]:
+        """What ended since the last call."""
+        self.expire()
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def _end(self, key: str, how: Ended, reason: str, only_after: float = float("inf")) -> None:
+        with self._lock:
+            offer = self._offers.get(key)
+            if offer is None or offer.expires > only_after:  # renewed in the meantime
+                return
+            del self._offers[key]
+            offer.reason, offer.ended = reason, how
+            self._ended.append(Released(key, reason, tuple(offer.reports)))
+        offer.source.close(reason or "released by every share")
+
+
+def checked_lease(lease_s: float) -> float:
+    """``lease_s``, at most a day.
+
+    Raises:
+        TransportError: it is not a positive number (NaN included).
+    """
+    if not lease_s > 0:
+        raise TransportError(f"a lease of {lease_s} s is over before it starts; give a positive number of seconds")
+    return min(lease_s, MAX_LEASE_S)

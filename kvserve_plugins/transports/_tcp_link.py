@@ -1,0 +1,187 @@
+"""A consumer's connection to one producer, and the pool that keeps idle ones open."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvserve_core.errors import PeerLost, TransportError
+from kvserve_plugins.transports import _tcp_messages as msg
+from kvserve_plugins.transports._serving import timed_out
+from kvserve_plugins.transports._tcp_address import Address
+from kvserve_plugins.transports._tcp_keys import secure_client
+
+_LINGER_MS = 500
+"""How long a last message (a release, a cancel) may still be sent while a link closes."""
+_LOOK_S = 0.02
+"""How often a waiting consumer looks whether the connection broke or it was closed."""
+_QUEUED = 1024
+_IDLE_PER_PEER = 8
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Link:
+    """One socket and its monitor. Used by one thread at a time; does not reconnect, so that a loss is noticed."""
+
+    def __init__(self, address: Address, key_dir: Path | None, beat_s: float) -> None:
+        self.peer = f"the producer at {address.zmq}"
+        self._secure = key_dir is not None
+        self._up = False
+        self._patience_ms = -1
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        try:
+            self._set_up(address, key_dir, beat_s)
+        except BaseException:
+            self._socket.close(0)
+            raise
+
+    def _set_up(self, address: Address, key_dir: Path | None, beat_s: float) -> None:
+        socket = self._socket
+        socket.reconnect_ivl = -1
+        socket.maxmsgsize, socket.rcvhwm = msg.MAX_REPLY, _QUEUED
+        socket.heartbeat_ivl, socket.heartbeat_timeout = int(beat_s * 1000), int(beat_s * 3000)
+        socket.ipv6 = ":" in address.host
+        if key_dir is not None:
+            secure_client(socket, key_dir)
+        self._monitor = socket.get_monitor_socket(_LOST | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            socket.connect(address.zmq)
+        except zmq.ZMQError as error:
+            self._monitor.close(0)
+            raise TransportError(f"cannot connect to {address.zmq!r}: {error}; check the locator's address") from error
+
+    def send(self, request: msg.Request) -> None:
+        """Queue a message; never blocks."""
+        try:
+            self._socket.send(msg.encode(request), zmq.NOBLOCK)
+        except zmq.Again:
+            raise PeerLost(f"{self.peer} takes no more messages; it is stuck or gone") from None
+
+    def ready(self) -> list[zmq.Frame] | None:
+        """The next message if it is here already."""
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
+    def wait(self, deadline: float, key: str, started: float) -> list[zmq.Frame] | None:
+        """The next message, or None after a moment, so that the caller can see whether it was closed.
+
+        Raises:
+            TransferTimeout: nothing by ``deadline``. PeerLost: the connection broke or was refused.
+        """
+        left = deadline - time.monotonic()
+        self._patience(math.ceil(1000 * max(0.0, min(left, _LOOK_S))))
+        try:
+            return self._socket.recv_multipart(copy=False)
+        except zmq.Again:
+            pass
+        if lost := self._lost():
+            parts = self.ready()  # what came before the loss counts
+            if parts is None:
+                raise lost
+            return parts
+        if left <= 0:
+            raise timed_out(self.peer + self._hint(), key, time.monotonic() - started)
+        return None
+
+    def _patience(self, ms: int) -> None:
+        if ms != self._patience_ms:
+            self._socket.rcvtimeo = self._patience_ms = ms
+
+    def _lost(self) -> PeerLost | None:
+        """What the monitor has to say since the last look."""
+        lost = None
+        while lost is None and self._monitor.poll(0):
+            lost = self._look()
+        return lost
+
+    def _hint(self) -> str:
+        if self._up:
+            return ""
+        return " (the connection never came up: check address, firewall and, with CURVE, the keys)"
+
+    def _look(self) -> PeerLost | None:
+        event = int(recv_monitor_message(self._monitor)["event"])
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._up = True
+            return None
+        if self._up:
+            return PeerLost(f"{self.peer} closed the connection or died")
+        if event & _REFUSED or self._secure:
+            return PeerLost(
+                f"{self.peer} refused the connection; check that transport.tcp.key_dir holds matching keys on both"
+                " sides, and that both sides set it or neither does"
+            )
+        return PeerLost(f"{self.peer} cannot be reached: nothing listens there, or it speaks another protocol")
+
+    def alive(self) -> bool:
+        """Whether an idle link can be used again: still connected, and nothing unexpected in it."""
+        return self._lost() is None and self.ready() is None
+
+    def cancel(self) -> None:
+        """Tell the producer that nothing more is wanted, and close."""
+        with contextlib.suppress(PeerLost):
+            self.send(msg.Cancel(0))
+        self.close()
+
+    def close(self) -> None:
+        """Free both sockets; queued messages have a moment to leave."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(_LINGER_MS)
+
+
+class Links:
+    """Idle links by address. A forked child starts with none and leaves its parent's alone."""
+
+    def __init__(self, key_dir: Path | None, beat_s: float) -> None:
+        self._key_dir, self._beat_s = key_dir, beat_s
+        self._lock = threading.Lock()
+        self._idle: dict[Address, list[Link]] = {}
+        self._parents: dict[Address, list[Link]] = {}
+        self._pid = os.getpid()
+        self._closed = False
+
+    def take(self, address: Address) -> Link:
+        """A link nobody else uses; hand it back with :meth:`give`, or close it."""
+        while link := self._pop(address):
+            if link.alive():
+                return link
+            link.close()
+        return Link(address, self._key_dir, self._beat_s)
+
+    def _pop(self, address: Address) -> Link | None:
+        with self._lock:
+            if self._closed:
+                raise TransportError("this 'tcp' transport is closed; create a new one")
+            if self._pid != os.getpid():
+                self._parents = self._idle  # kept: dropping them would close the parent's sockets
+                self._idle, self._pid = {}, os.getpid()
+            idle = self._idle.get(address)
+            return idle.pop() if idle else None
+
+    def give(self, address: Address, link: Link) -> None:
+        """Keep a link for later; no reply may be outstanding on it."""
+        with self._lock:
+            idle = self._idle.setdefault(address, [])
+            if not self._closed and len(idle) < _IDLE_PER_PEER:
+                idle.append(link)
+                return
+        link.close()
+
+    def close(self) -> None:
+        """Close all idle links; those in use close when they are handed back."""
+        with self._lock:
+            idle, self._idle, self._closed = self._idle, {}, True
+        for link in (link for links in idle.values() for link in links):
+            link.close()

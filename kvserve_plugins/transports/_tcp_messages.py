@@ -1,0 +1,160 @@
+"""What the two sides of ``tcp`` say to each other: tagged msgpack structs, typed and bounded when decoded.
+
+Requests are one part. Replies are the struct, followed by the packed frame header (Opened) or by a piece of a segment's
+body (Piece). Only durations cross machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from kvserve_core.errors import (
+    FrameError,
+    KVServeError,
+    LeaseLost,
+    PeerLost,
+    TransferTimeout,
+    TransportError,
+    Unacceptable,
+)
+from kvserve_core.peer import PeerInfo
+from kvserve_core.policy import Outcome
+from kvserve_core.spec import Region
+from kvserve_core.wire import Buffer
+
+PIECE_BYTES = 2**20
+"""Longest piece of a body in one message."""
+MAX_REQUEST = 4 * 2**20
+MAX_REPLY = 2 * PIECE_BYTES
+OVERHEAD = 256
+"""What one message costs in credit beside its bytes, so that tiny segments are bounded too."""
+MAX_WINDOW = 64 * 2**20
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Key = Annotated[str, msgspec.Meta(max_length=1024)]
+MessageT = TypeVar("MessageT")
+Code = Literal["lease", "aborted", "timeout", "unacceptable", "refused"]
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    """Send the segments that cover ``regions``; ``credit`` bytes may be under way before the next Credit."""
+
+    stream: Natural
+    key: Key
+    regions: tuple[Region, ...]
+    peer: PeerInfo
+    credit: Natural
+    timeout_s: float
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True, tag="credit"):
+    """``nbytes`` more may be under way."""
+
+    stream: Natural
+    nbytes: Natural
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Forget the stream."""
+
+    stream: Natural
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """Extend a lease; answered with Done or Failed."""
+
+    stream: Natural
+    key: Key
+    lease_s: float
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """A share is done with a key. Not answered."""
+
+    key: Key
+    share: tuple[Natural, Natural]
+    report: Outcome | None
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
+    """A fetch is accepted; ``count`` segments follow, in pieces."""
+
+    stream: Natural
+    count: Natural
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
+    """Bytes from ``offset`` of the body of segment ``index``, ``size`` bytes long; the first brings the ``head``."""
+
+    stream: Natural
+    index: Natural
+    offset: Natural
+    size: Natural
+    head: bytes
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The fetch is complete. ``waited_s``: how long nothing could be sent because nothing was encoded."""
+
+    stream: Natural
+    waited_s: float
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """A request without other result has worked."""
+
+    stream: Natural
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """A request or a fetch under way has failed."""
+
+    stream: Natural
+    code: Code
+    detail: str
+    stages: tuple[str, ...] = ()
+
+
+Request: TypeAlias = Fetch | Credit | Cancel | Renew | Release
+Reply: TypeAlias = Opened | Piece | End | Done | Failed
+encode = msgspec.msgpack.Encoder().encode
+_request = msgspec.msgpack.Decoder(Request)
+_reply = msgspec.msgpack.Decoder(Reply)
+
+
+def decode_request(data: Buffer) -> Request:
+    """A consumer's message; raises FrameError when it is malformed."""
+    return _decode(_request.decode, data)
+
+
+def decode_reply(data: Buffer) -> Reply:
+    """A producer's message; raises FrameError when it is malformed."""
+    return _decode(_reply.decode, data)
+
+
+def _decode(decoder: Callable[[Buffer], MessageT], data: Buffer) -> MessageT:
+    try:
+        return decoder(data)
+    except (msgspec.MsgspecError, KVServeError, RecursionError, ValueError) as error:
+        raise FrameError(f"malformed message of {len(data)} bytes: {error}") from None
+
+
+def to_failed(stream: int, error: Exception) -> Failed:
+    """An error of the producer as a reply."""
+    if isinstance(error, Unacceptable):
+        return Failed(stream, "unacceptable", error.detail, error.stages)
+    kinds: list[tuple[type[Exception], Code]] = [
+        (LeaseLost, "lease"), (TransferTimeout, "timeout"), (FrameError, "refused"), (TransportError, "aborted"),
+    ]  # fmt: skip
+    code: Code = next((code for kind, code in kinds if isinstance(error, kind)), "aborted")
+    return Failed(stream, code, f"{error}"[:1000])
+
+
+def to_error(failed: Failed, peer: str) -> KVServeError:
+    """The consumer's error for a reply."""
+    if failed.code == "unacceptable":
+        return Unacceptable(failed.stages, failed.detail)
+    kind = {"lease": LeaseLost, "timeout": TransferTimeout, "aborted": PeerLost}.get(failed.code, TransportError)
+    return kind(f"{peer}: {failed.detail}")

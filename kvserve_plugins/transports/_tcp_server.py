@@ -1,0 +1,204 @@
+"""The producer's side of ``tcp``: one I/O thread that serves all consumers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from kvserve_core.errors import FrameError, KVServeError, TransportError
+from kvserve_core.transport import Selection
+from kvserve_core.wire import pack_header
+from kvserve_plugins.transports import _tcp_messages as msg
+from kvserve_plugins.transports._leases import Leases
+from kvserve_plugins.transports._pacing import Pacer
+from kvserve_plugins.transports._serving import select
+from kvserve_plugins.transports._tcp_faults import Faults
+from kvserve_plugins.transports._tcp_keys import Doorkeeper, secure_server
+from kvserve_plugins.transports._tcp_sender import MAX_STREAMS, REST_S, TICK_S, Sender
+from kvserve_plugins.transports._tcp_stream import Pullers, Stream
+
+MAX_TIMEOUT_S = 3600.0
+FAREWELL_MS = 200
+"""How long closing waits for last messages: consumers in flight should hear why they fail."""
+_BATCH = 64
+_PULLERS = 2
+
+
+class Waker:
+    """Interrupts a poll from other threads; many calls cost one byte."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._set = False
+
+    def fileno(self) -> int:
+        """For the poller."""
+        return self._read.fileno()
+
+    def __call__(self) -> None:
+        """Wake the loop."""
+        if not self._set:
+            self._set = True
+            with contextlib.suppress(OSError):  # full: awake already; closed: no loop any more
+                self._write.send(b"\0")
+
+    def clear(self) -> None:
+        """Called by the loop when it is awake, before it looks for work."""
+        with contextlib.suppress(BlockingIOError):
+            self._read.recv(4096)
+        self._set = False
+
+    def close(self) -> None:
+        """Free both ends."""
+        self._read.close()
+        self._write.close()
+
+
+class Server:
+    """Binds at once and serves ``leases`` until closed.
+
+    Raises:
+        TransportError: the address cannot be bound.
+    """
+
+    def __init__(
+        self, bind: str, port: int, key_dir: Path | None, pacer: Pacer, faults: Faults, leases: Leases, beat_s: float
+    ) -> None:
+        self._leases = leases
+        self._context = zmq.Context()
+        self._door: Doorkeeper | None = None
+        try:
+            self._socket = self._listen(bind, port, key_dir, beat_s)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.malformed = 0
+        self.wake = Waker()
+        self._closing = False
+        self._leases_due = 0.0
+        self._pullers = Pullers(self.wake, _PULLERS)
+        self._sender = Sender(self._socket, self._pullers, pacer, faults)
+        self._thread = threading.Thread(target=self._run, name="kvserve-tcp-io", daemon=True)
+        self._thread.start()
+
+    def _listen(self, bind: str, port: int, key_dir: Path | None, beat_s: float) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.linger = FAREWELL_MS
+        router.maxmsgsize = msg.MAX_REQUEST
+        router.router_mandatory = True  # a consumer that left is an error here, not a silent loss
+        router.sndhwm = 0  # what is queued per consumer is bounded by its credit, in bytes
+        router.heartbeat_ivl, router.heartbeat_timeout = int(beat_s * 1000), int(beat_s * 3000)
+        router.ipv6 = ":" in bind
+        if key_dir is not None:
+            self._door = Doorkeeper(self._context, key_dir)
+            secure_server(router, key_dir)
+        host = f"[{bind}]" if ":" in bind else bind
+        try:
+            router.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise TransportError(
+                f"cannot listen on {host}:{port}: {error}; set transport.tcp.bind to an address of this machine"
+                " and transport.tcp.port to a free port, or 0"
+            ) from error
+        return router
+
+    def close(self) -> None:
+        """Stop the threads and free the port. The leases must be withdrawn already."""
+        self._closing = True
+        self.wake()
+        self._thread.join()
+        self._pullers.close()
+        self.wake.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self.wake.fileno(), zmq.POLLIN)
+        if self._door:
+            poller.register(self._door.socket, zmq.POLLIN)
+        wait_s = 0.0
+        while not self._closing:
+            events = dict(poller.poll(math.ceil(wait_s * 1000)))
+            if self.wake.fileno() in events:
+                self.wake.clear()
+            if self._door and self._door.socket in events:
+                self._door.answer()
+            if self._socket in events:
+                self._receive()
+            self._expire()
+            wait_s = min(self._sender.advance(), TICK_S if len(self._leases) else REST_S)
+        self._sender.advance()  # tells those in flight
+        if self._door:
+            self._door.socket.close(0)
+        self._socket.close()
+        self._context.term()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if now >= self._leases_due:
+            upcoming = self._leases.expire()
+            self._leases_due = min(upcoming, now + TICK_S) if len(self._leases) else 0.0
+
+    def _receive(self) -> None:
+        for _ in range(_BATCH):
+            try:
+                owner, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(parts) != 1:
+                    raise FrameError(f"a request of {len(parts)} parts, expected 1")
+                self._handle(owner, msg.decode_request(parts[0]))
+            except KVServeError:
+                self.malformed += 1
+
+    def _handle(self, owner: bytes, request: msg.Request) -> None:
+        match request:
+            case msg.Fetch():
+                self._answer(owner, request.stream, lambda: self._open(owner, request))
+            case msg.Renew():
+                self._answer(owner, request.stream, lambda: self._renew(owner, request))
+            case msg.Release():
+                self._leases.release(request.key, request.share, request.report)
+            case msg.Credit():
+                self._sender.grant((owner, request.stream), request.nbytes)
+            case msg.Cancel():
+                self._sender.cancel((owner, request.stream))
+
+    def _answer(self, owner: bytes, stream: int, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except KVServeError as error:
+            failed = msg.to_failed(stream, error)
+        except Exception as error:  # noqa: BLE001  # a source that breaks fails its own transfer only
+            failed = msg.Failed(stream, "aborted", f"{type(error).__name__}: {error}"[:1000])
+        else:
+            return
+        self._sender.reply(owner, [msg.encode(failed)])
+
+    def _open(self, owner: bytes, fetch: msg.Fetch) -> None:
+        if (owner, fetch.stream) in self._sender or not fetch.timeout_s > 0:
+            raise FrameError(f"stream {fetch.stream} is in use, or a timeout of {fetch.timeout_s} s")
+        if self._sender.full:
+            raise FrameError(f"{MAX_STREAMS} fetches are being served already; try again later")
+        offer = self._leases.get(fetch.key)
+        header = offer.source.header
+        indices = select(header, offer.source.plan, Selection(fetch.regions, fetch.peer))
+        stream = Stream(owner, fetch.stream, offer, indices, min(fetch.timeout_s, MAX_TIMEOUT_S))
+        stream.credit = min(fetch.credit, msg.MAX_WINDOW)
+        if self._sender.reply(owner, [msg.encode(msg.Opened(fetch.stream, len(indices))), pack_header(header)]):
+            self._sender.add(stream)
+
+    def _renew(self, owner: bytes, renew: msg.Renew) -> None:
+        self._leases.renew(renew.key, renew.lease_s)
+        self._sender.reply(owner, [msg.encode(msg.Done(renew.stream))])

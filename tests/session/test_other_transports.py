@@ -1,0 +1,197 @@
+"""The same sessions over tcp between processes and over a file store."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from fake_engine import FakeEngine, decision, dense, wait_for
+from kvserve_core.errors import LeaseLost, PeerLost, TransferTimeout
+from kvserve_core.pipeline import Pipeline
+from kvserve_core.policy import Outcome
+from kvserve_core.profile import LOSSLESS_PIPELINE
+from kvserve_core.registry import default_registry
+from kvserve_core.session import Consumer, Failed, Freed, Loaded, LoadFailed, Producer
+from kvserve_core.spec import Shard, whole
+from kvserve_core.transport import Locator, Transport
+
+TOTAL = 700
+KV = dense(heads=2)
+
+
+def prefill_rank(connection: Connection, rank: int, size: int, config: dict[str, Any]) -> None:
+    """A prefill process: publishes what it is told, then answers with the events it sees."""
+    shard = Shard(whole(KV).layers, rank, size)
+    engine = FakeEngine(KV, shard)
+    transport = default_registry().create("transport", {"name": "tcp", "configuration": config})
+    producer = Producer({"lossless": Pipeline.build(LOSSLESS_PIPELINE, KV, shard)}, transport, engine.gather)
+    while (job := connection.recv()) is not None:
+        transfer_id, ready = job
+        engine.allocate(transfer_id, TOTAL)
+        endpoint = producer.open(transfer_id, TOTAL, decision("lossless"))
+        engine.prefill(transfer_id, range(ready))
+        producer.ready(transfer_id, range(ready))
+        connection.send(msgspec.json.encode(endpoint))
+        if ready == TOTAL:
+            outcome = wait_for(producer.poll, (Outcome, Failed))
+            connection.send((outcome.ok, outcome.wire_bytes) if isinstance(outcome, Outcome) else outcome.reason)
+    producer.close()
+    transport.close()
+
+
+class Prefill:
+    """Processes of one tensor-parallel prefill engine."""
+
+    def __init__(self, size: int = 1, **config: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=prefill_rank, args=(theirs, rank, size, config), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def publish(self, transfer_id: str, ready: int = TOTAL) -> Locator:
+        from kvserve_core.transport import Endpoint
+
+        for pipe in self.pipes:
+            pipe.send((transfer_id, ready))
+        endpoints = tuple(msgspec.json.decode(pipe.recv(), type=Endpoint) for pipe in self.pipes)
+        sent = msgspec.json.encode(Locator(transfer_id, TOTAL, endpoints, "lossless"))  # as a router passes it on
+        return msgspec.json.decode(sent, type=Locator)
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGCONT)
+                try:
+                    pipe.send(None)
+                except OSError:
+                    process.kill()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+
+
+class Decode:
+    """A consumer with its engine, in this process."""
+
+    def __init__(self, transport: Transport, shard: Shard) -> None:
+        self.engine = FakeEngine(KV, shard)
+        self.session = Consumer(KV, shard, lambda _: transport, self.engine.scatter)
+
+    def load(self, loc: Locator, seconds: float = 30.0) -> Loaded | LoadFailed:
+        self.start(loc, seconds)
+        event = wait_for(self.session.poll, (Loaded, LoadFailed), seconds + 10)
+        assert isinstance(event, Loaded | LoadFailed)
+        return event
+
+    def start(self, loc: Locator, seconds: float = 30.0) -> None:
+        self.engine.allocate(loc.transfer_id, loc.num_tokens)
+        self.session.fetch(loc, range(loc.num_tokens), time.monotonic() + seconds)
+
+
+@pytest.fixture
+def tcp() -> Iterator[Transport]:
+    transport = default_registry().create("transport", "tcp")
+    yield transport
+    transport.close()
+
+
+def test_two_prefill_processes_serve_two_decode_ranks(tcp: Transport) -> None:
+    prefill = Prefill(size=2)
+    decodes = [Decode(tcp, Shard(whole(KV).layers, r, 2)) for r in range(2)]
+    try:
+        loc = prefill.publish("t")
+        for decode in decodes:
+            decode.start(loc)
+        for decode in decodes:
+            event = wait_for(decode.session.poll, (Loaded, LoadFailed), 40)
+            assert isinstance(event, Loaded), event
+            assert decode.engine.holds("t", range(TOTAL), TOTAL)
+        reports = [pipe.recv() for pipe in prefill.pipes]
+        assert all(ok for ok, _ in reports)
+        assert all(0 < wire < TOTAL * KV.token_bytes() for _, wire in reports)
+    finally:
+        prefill.close()
+        for decode in decodes:
+            decode.session.close()
+
+
+def test_a_killed_producer_fails_its_requests_and_no_others(tcp: Transport) -> None:
+    doomed, healthy = Prefill(), Prefill()
+    decode = Decode(tcp, whole(KV))
+    try:
+        decode.start(doomed.publish("doomed", ready=256))
+        doomed.processes[0].kill()
+        event = decode.load(healthy.publish("healthy"))
+        events = {event.transfer_id: event}
+        while len(events) < 2:
+            other = wait_for(decode.session.poll, (Loaded, LoadFailed), 40)
+            assert isinstance(other, Loaded | LoadFailed)
+            events[other.transfer_id] = other
+        assert isinstance(events["healthy"], Loaded)
+        assert decode.engine.holds("healthy", range(TOTAL), TOTAL)
+        failed = events["doomed"]
+        assert isinstance(failed, LoadFailed)
+        assert isinstance(failed.error, PeerLost | TransferTimeout)
+        assert failed.valid.stop in (0, 256)
+    finally:
+        decode.session.close()
+        doomed.close()
+        healthy.close()
+
+
+def test_a_stopped_producer_ends_at_the_deadline(tcp: Transport) -> None:
+    prefill = Prefill()
+    decode = Decode(tcp, whole(KV))
+    try:
+        loc = prefill.publish("t", ready=256)
+        os.kill(prefill.processes[0].pid, signal.SIGSTOP)
+        event = decode.load(loc, seconds=1.0)
+        assert isinstance(event, LoadFailed)
+        assert isinstance(event.error, TransferTimeout | PeerLost)
+    finally:
+        decode.session.close()
+        prefill.close()
+
+
+def test_a_store_outlives_its_producer(tmp_path: Path) -> None:
+    config = {"name": "file", "configuration": {"path": str(tmp_path)}}
+    engine = FakeEngine(KV, whole(KV))
+    writer = default_registry().create("transport", config)
+    producer = Producer({"lossless": Pipeline.build(LOSSLESS_PIPELINE, KV, whole(KV))}, writer, engine.gather)
+    engine.allocate("key", TOTAL)
+    endpoint = producer.open("key", TOTAL, decision("lossless"))
+    engine.prefill("key", range(TOTAL))
+    producer.ready("key", range(TOTAL))
+    wait_for(producer.poll, Freed)
+    producer.close()
+    writer.close()
+    reader = default_registry().create("transport", config)
+    decode = Decode(reader, whole(KV))
+    try:
+        assert reader.contains(["key", "other"]) == 1
+        for i in range(2):  # a store's object is not used up
+            event = decode.load(Locator("key", TOTAL, (endpoint,), "lossless"))
+            assert isinstance(event, Loaded), event
+            assert decode.engine.holds("key", range(TOTAL), TOTAL), i
+        event = decode.load(Locator("other", TOTAL, (endpoint,), "lossless"))
+        assert isinstance(event, LoadFailed)
+        assert isinstance(event.error, LeaseLost)
+    finally:
+        decode.session.close()
+        reader.close()
