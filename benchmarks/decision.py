@@ -15,7 +15,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 from time import perf_counter_ns
 
-from kvserve_core.component import ComponentConfig
 from kvserve_core.controller import Controller
 from kvserve_core.latency import Speed
 from kvserve_core.library import Profile, ProfileLibrary, QualityRecord
@@ -67,7 +66,7 @@ def percentiles(spent: list[int]) -> dict[str, int]:
 def measure(count: int, rounds: int) -> dict[str, dict[str, int]]:
     rng = random.Random(0)
     made = library(rng)
-    control, learner = (Controller(made, Analytic(ComponentConfig())) for _ in range(2))
+    control, learner = (Controller(made, Analytic(Analytic.Config())) for _ in range(2))
     profiles, requests = control.profiles, contexts(rng, count)
     decision = control.choose(requests[0])
     outcome = Outcome("t", "p9", 10**8, 3 * 10**7, 0.01, 0.1, 0.01)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
 from kvserve_core.errors import ArtefactError
+
+T = TypeVar("T")
 
 
 class Artefacts:
@@ -18,6 +20,7 @@ class Artefacts:
     def __init__(self, blobs: Mapping[str, bytes | Path] | None = None) -> None:
         self._blobs = dict(blobs or {})
         self._checked: dict[str, bytes] = {}
+        self._made: dict[Hashable, Any] = {}
 
     @property
     def hashes(self) -> frozenset[str]:
@@ -49,6 +52,13 @@ class Artefacts:
             raise ArtefactError(f"artefact {digest!r} does not match its hash; restore the library's file")
         self._checked[digest] = data
         return data
+
+    def memo(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What was made of an artefact (parsed, moved to a device): once, and kept as long as the artefacts are."""
+        found: T | None = self._made.get(key)
+        if found is None:
+            found = self._made.setdefault(key, make())
+        return found
 
     def json(self, digest: str) -> Any:
         """A JSON artefact."""

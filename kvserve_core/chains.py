@@ -45,6 +45,12 @@ class Bound:
         params.append(quantized.params)
         return params, quantized
 
+    @property
+    def ok(self) -> Tensor | None:
+        """Whether the last :meth:`quantize` can be trusted, as far as transforms on a device had doubts."""
+        flags = [t.ok for t in self.transforms if t.ok is not None]
+        return torch.stack(flags).all() if flags else None
+
     def shape(self, x: Shape) -> Shape:
         """What the quantizer sees of an input of shape ``x``."""
         return reduce(lambda shape, t: t.shape(shape), self.transforms, x)

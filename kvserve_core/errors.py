@@ -62,8 +62,16 @@ class IntegrityError(FrameError):
     """A digest does not match: the bytes changed between the producer and here."""
 
 
-class NonFiniteError(KVServeError):
-    """NaN or Inf reached a place where it cannot be represented."""
+class EscapeSegment(KVServeError):
+    """A stage cannot carry these values well; the pipeline sends the segment raw, and only that one."""
+
+
+class NonFiniteError(EscapeSegment):
+    """NaN or Inf, or a value outside its range, reached a place where it cannot be represented."""
+
+
+class DriftError(EscapeSegment):
+    """Values are unlike those that a calibrated stage was made for."""
 
 
 class Unacceptable(KVServeError):
@@ -72,9 +80,11 @@ class Unacceptable(KVServeError):
     def __init__(self, stages: Iterable[str], detail: str = "") -> None:
         self.stages = tuple(stages)
         self.detail = detail
+        other_model = all(stage.startswith("model:") for stage in self.stages)
+        advice = "load the same weights" if other_model else "install the same components and libraries"
         super().__init__(
             f"the consumer cannot read {', '.join(map(repr, self.stages))}{': ' + detail if detail else ''};"
-            " install the same components on both sides or narrow 'peers.accept' on the producer"
+            f" {advice} on both sides"
         )
 
     def __reduce__(self) -> tuple[type[Unacceptable], tuple[tuple[str, ...], str]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.chains import ChainSet
-from kvserve_core.errors import NonFiniteError, UnsupportedSpecError
+from kvserve_core.errors import EscapeSegment, UnsupportedSpecError
 from kvserve_core.payload import as_bytes, pack
 from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits, Lane, Planned, lanes, plan, planes_of
 from kvserve_core.profile import LOSSLESS_PLANES, PipelineSpec
@@ -160,9 +160,9 @@ class Pipeline:
             return self._quantize(replace(planned, chain=RAW_CHAIN_ID), x)
         try:
             stages, quantized = bound.quantize(x, planned.at)
-        except NonFiniteError:  # finite input may still overflow inside a stage
+        except EscapeSegment:  # finite input may overflow inside a stage, or be unlike what it was calibrated on
             return self._quantize(replace(planned, chain=RAW_CHAIN_ID), x)
-        return _Draft(planned, x, stages, quantized.parts, [], finite)
+        return _Draft(planned, x, stages, quantized.parts, [], _both(finite, bound.ok))
 
     def finish(self, draft: _Draft, sizes: Sequence[int]) -> Segment:
         """Sizes are final: pack, or send raw what is not finite or does not pay."""
@@ -197,6 +197,10 @@ def _check_size(spec: PipelineSpec, lane: Lane) -> None:
 def _finite(x: Tensor) -> Tensor:
     """False when x holds NaN or Inf (or, at no harm, when its sum overflows). bf16 sums are accumulated in f32."""
     return torch.isfinite(x.sum() if x.dtype is torch.bfloat16 else x.sum(dtype=torch.float32))
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a & b
 
 
 def _key(spec: PipelineSpec, plane: Plane) -> Plane:

@@ -165,14 +165,7 @@ class Region:
 
     def overlaps(self, other: Region) -> bool:
         """Whether the two share an element; ``kv`` overlaps ``k``."""
-        return (
-            self.group == other.group
-            and self.start < other.stop
-            and other.start < self.stop
-            and not base_planes(self.plane).isdisjoint(base_planes(other.plane))
-            and not set(self.layers).isdisjoint(other.layers)
-            and not set(self.heads).isdisjoint(other.heads)
-        )
+        return self.start < other.stop and other.start < self.stop and _same_place(self, other)
 
     def __str__(self) -> str:
         layers, heads = _span(self.layers), _span(self.heads)
@@ -233,7 +226,24 @@ def cells(tokens: range, size: int = SEGMENT_TOKENS) -> Iterator[range]:
 
 def covering(plan: Sequence[Region], want: Sequence[Region]) -> list[int]:
     """Indices into ``plan`` of the smallest set of whole segments that covers ``want``."""
-    return [i for i, at in enumerate(plan) if any(at.overlaps(w) for w in want)]
+    lanes: dict[tuple[int, Plane, tuple[int, ...], tuple[int, ...]], list[Region]] = {}
+    found = []
+    for i, at in enumerate(plan):
+        lane = (at.group, at.plane, at.layers, at.heads)
+        if lane not in lanes:  # a plan repeats few of them, cell after cell
+            lanes[lane] = [w for w in want if _same_place(at, w)]
+        if any(at.start < w.stop and w.start < at.stop for w in lanes[lane]):
+            found.append(i)
+    return found
+
+
+def _same_place(at: Region, other: Region) -> bool:
+    return (
+        at.group == other.group
+        and not base_planes(at.plane).isdisjoint(base_planes(other.plane))
+        and not set(at.layers).isdisjoint(other.layers)
+        and not set(at.heads).isdisjoint(other.heads)
+    )
 
 
 def _span(values: tuple[int, ...]) -> str:

@@ -63,7 +63,13 @@ class Stage(ABC):
 
 
 class Transform(Stage):
-    """T: maps values to values that quantize better. Native dtype or f32 in; f32 out (native if exact)."""
+    """T: maps values to values that quantize better. Native dtype or f32 in; f32 out (native if exact).
+
+    ``encode`` raises :class:`~kvserve_core.errors.EscapeSegment` for values that it cannot carry well. ``ok``: on a
+    device, where that would take a synchronisation, a 0-d bool tensor instead, of the last ``encode``; False escapes.
+    """
+
+    ok: Tensor | None = None
 
     @abstractmethod
     def encode(self, x: Tensor, at: Region) -> tuple[Tensor, Params]:

@@ -73,12 +73,19 @@ class DeliveryStats:
 
     nbytes: header and segments as received. seconds: from the request to the last byte, without the time in which
     the link had nothing left to bring because the consumer was busy elsewhere. waited_s: the part of seconds in which
-    nothing could be sent because the producer was still encoding; ``seconds - waited_s`` is time on the link.
+    nothing could be sent because the producer was still encoding. latency_s: the part until the header came, a round
+    trip that says nothing of the link's rate. ``link_s`` is what remains: time on the link.
     """
 
     nbytes: int = 0
     seconds: float = 0.0
     waited_s: float = 0.0
+    latency_s: float = 0.0
+
+    @property
+    def link_s(self) -> float:
+        """Seconds in which the link was busy with these bytes."""
+        return max(0.0, self.seconds - self.waited_s - self.latency_s)
 
 
 class Delivery(Protocol):

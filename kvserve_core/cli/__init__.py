@@ -32,6 +32,10 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "list-components": Command("kvserve_core.cli.components:list_components", "List every installed component."),
     "show": Command("kvserve_core.cli.show:show", "Show one component: fields, capabilities and an example."),
+    "check": Command(
+        "kvserve_core.cli.check:check",
+        "Check that a component does what every component of its kind must; exit with 1 if it does not.",
+    ),
     "schema": Command("kvserve_core.cli.schema:schema", "Print the JSON schema of a pipeline of installed components."),
     "doctor": Command("kvserve_core.cli.doctor:doctor", "Check this installation and say where each setting is from."),
     "inspect": Command("kvserve_core.cli.frames:inspect", "Summarise a frame file and verify its digests."),

@@ -16,7 +16,8 @@ from kvserve_core.errors import UnknownNameError, did_you_mean
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OfKind = Annotated[str | None, typer.Option("--kind", help=f"One of: {', '.join(KINDS)}.")]
-STYLES = {"ok": "green", "warn": "yellow", "unavailable": "yellow", "broken": "red", "fail": "red"}
+STYLES = {"ok": "green"} | dict.fromkeys(("warn", "unavailable", "skipped"), "yellow")
+STYLES |= dict.fromkeys(("broken", "fail", "failed"), "red")
 PIPE_WIDTH = 160
 
 

@@ -25,7 +25,7 @@ Name = Annotated[str, typer.Argument(help="A component's name.")]
 def show(name: Name, kind: OfKind = None, as_json: AsJson = False) -> None:
     """Show one component: fields, capabilities and an example."""
     registry = default_registry()
-    chosen = kind_of(kind) if kind else _only_kind(registry, name)
+    chosen = kind_of(kind) if kind else only_kind(registry, name)
     about = describe(registry, chosen, name)
     if as_json:
         print_json(about)
@@ -33,7 +33,12 @@ def show(name: Name, kind: OfKind = None, as_json: AsJson = False) -> None:
         _print(about)
 
 
-def _only_kind(registry: Registry, name: str) -> Kind:
+def only_kind(registry: Registry, name: str) -> Kind:
+    """The kind of the component of this name.
+
+    Raises:
+        UnknownNameError: nothing has it. ConfigError: components of several kinds do.
+    """
     kinds = [kind for kind in KINDS if name in registry.names(kind)]
     if not kinds:
         broken = [row for row in registry.rows() if row.name == name]

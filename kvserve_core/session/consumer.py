@@ -133,6 +133,8 @@ class Consumer:
         except Exception as caught:  # noqa: BLE001  # a failed load is reported; the engine recomputes
             error = caught
         total_s = time.perf_counter() - started
+        if isinstance(error, FrameError):
+            self._discard(job)
         self._release(job, total_s, error)
         outcome = _outcome(job, list(job.legs.values()), total_s, error)
         del self._active[job.loc.transfer_id]
@@ -155,8 +157,7 @@ class Consumer:
                 self._receive(job, leg, delivery)
             finally:
                 delivery.close()
-                stats = delivery.stats
-                leg.wire_bytes, leg.transfer_s = stats.nbytes, max(0.0, stats.seconds - stats.waited_s)
+                leg.wire_bytes, leg.transfer_s = delivery.stats.nbytes, delivery.stats.link_s
         job.coverage.require_complete()
 
     def _receive(self, job: _Fetch, leg: _Leg, delivery: Delivery) -> None:
@@ -201,6 +202,13 @@ class Consumer:
                 cache.clear()
             cache[header.chains] = Decoder(header, self._kv, self._device, self._registry, self._artefacts)
         return cache[header.chains]
+
+    def _discard(self, job: _Fetch) -> None:
+        """What a store holds is damaged: take it out, so that the next request does not meet it again."""
+        for i in job.legs:
+            transport = self._transport_for(job.loc.endpoints[i].address)
+            if transport.persistent:
+                transport.withdraw(job.loc.transfer_id, "a segment was damaged")
 
     def _release(self, job: _Fetch, total_s: float, error: Exception | None) -> None:
         loc = job.loc

@@ -169,7 +169,11 @@ class Producer:
 
     def _segments(self, pipeline: Pipeline, data: list[tuple[Planned, Tensor]]) -> list[Segment]:
         try:
-            return pipeline.encode(data)
+            segments = pipeline.encode(data)
+            # What a stage refused, or what compressing would not make smaller.
+            escaped = sum(s.chain != p.chain for s, (p, _) in zip(segments, data, strict=True))
+            self.counters.add("fallback_raw", escaped)
+            return segments
         except (KVServeError, RuntimeError, ValueError) as error:  # next rung of the ladder: the same tokens, raw
             log.warning("sending %d segments raw, their chain failed: %s", len(data), error)
             self.counters.add("fallback_raw", len(data))

@@ -68,12 +68,14 @@ class TcpDelivery:
         self._clock = LinkClock(self._started)
         self._backlog: deque[list[zmq.Frame]] = deque()
         self._waited_s, self._nbytes, self._spent = 0.0, 0, 0
+        self._latency_s = 0.0
         self._room, self._taken = window, 0
         self._seen: set[int] = set()
         timeout_s = max(deadline - self._started, 1e-3)
         try:
             link.send(msg.Fetch(0, key, want.regions, want.peer, window, timeout_s))
             self.header, self._count = self._open()
+            self._latency_s = time.monotonic() - self._started
         except BaseException:
             self.close()
             raise
@@ -83,7 +85,7 @@ class TcpDelivery:
     def stats(self) -> DeliveryStats:
         """Bytes and seconds so far."""
         seconds = max(self._clock.seconds, self._waited_s + 1e-9)
-        return DeliveryStats(self._nbytes, seconds, self._waited_s)
+        return DeliveryStats(self._nbytes, seconds, self._waited_s, self._latency_s)
 
     def _open(self) -> tuple[FrameHeader, int]:
         parts = self._next()

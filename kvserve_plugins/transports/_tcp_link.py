@@ -63,7 +63,7 @@ class Link:
         try:
             self._socket.send(msg.encode(request), zmq.NOBLOCK)
         except zmq.Again:
-            raise PeerLost(f"{self.peer} takes no more messages; it is stuck or gone") from None
+            raise PeerLost(f"{self.peer} takes no more messages; it is stuck or gone{self._hint()}") from None
 
     def ready(self) -> list[zmq.Frame] | None:
         """The next message if it is here already."""

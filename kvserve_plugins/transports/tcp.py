@@ -50,7 +50,7 @@ class Tcp(Transport):
         key_dir: Path | None = None
         insecure: bool = False
         max_bandwidth: Bandwidth | None = Field(None, gt=0)
-        window: Size = Field(16 * 2**20, ge=4 * msg.PIECE_BYTES, le=msg.MAX_WINDOW)
+        window: Size = Field(8 * 2**20, ge=4 * msg.PIECE_BYTES, le=msg.MAX_WINDOW)
         timeout: Duration = Field(5.0, gt=0)
         heartbeat: Duration = Field(5.0, ge=0.1, le=600)
         faults: str = ""

@@ -56,7 +56,7 @@ class Recorder(Policy):
 
 
 def analytic() -> Analytic:
-    return Analytic(ComponentConfig())
+    return Analytic(Analytic.Config())
 
 
 def profile(name: str, cr: float, rate: float, fixed_s: float = 0.0, lower: float | None = 1.0, **more: Any) -> Profile:

@@ -7,7 +7,7 @@ import importlib
 import pytest
 from pydantic import ValidationError
 
-from kvserve_core.component import Component, ComponentConfig
+from kvserve_core.component import Component
 from kvserve_core.controller import Controller
 from kvserve_core.latency import Speed
 from kvserve_core.library import Profile, ProfileLibrary, QualityRecord, built_in
@@ -54,7 +54,7 @@ def test_the_built_in_policies() -> None:
 
 
 def test_analytic_takes_the_fastest() -> None:
-    choice = Analytic(ComponentConfig()).choose(CONTEXT, candidates("a", "b", "raw"))
+    choice = Analytic(Analytic.Config()).choose(CONTEXT, candidates("a", "b", "raw"))
     assert (choice.index, choice.reason) == (0, "fastest")
 
 
@@ -70,7 +70,7 @@ def test_static_is_offered_its_profile_far_from_the_envelope() -> None:
     decision = control.choose(CONTEXT)
     assert (decision.profile, decision.reason) == ("slow", "static")
     assert "slow" not in {
-        c.profile for c in Controller(library(), Analytic(ComponentConfig())).choose(CONTEXT).candidates
+        c.profile for c in Controller(library(), Analytic(Analytic.Config())).choose(CONTEXT).candidates
     }
 
 
@@ -83,3 +83,19 @@ def test_static_gives_way_to_raw_where_quality_forbids_it() -> None:
 def test_static_needs_a_profile() -> None:
     with pytest.raises(ValidationError, match="profile"):
         Static.Config()  # type: ignore[call-arg]  # what a bare "static" in a config file comes to
+
+
+@pytest.mark.parametrize(
+    ("lossy_s", "min_gain", "expected"),
+    [(0.90, 0.0, "lossy"), (0.90, 0.05, "lossy"), (0.96, 0.05, "raw"), (0.96, 0.0, "lossy"), (1.10, 0.05, "raw")],
+)
+def test_a_small_gain_is_not_worth_a_loss(lossy_s: float, min_gain: float, expected: str) -> None:
+    policy = Analytic(Analytic.Config(min_gain=min_gain))
+    offered = sorted(
+        (
+            Candidate("lossy", 4.0, lossy_s, 0.0, 0.0, 0.0, 0.99),
+            Candidate("raw", 1.0, 1.0, 0.0, 0.0, 0.0, 1.0),
+        ),
+        key=lambda c: c.latency_s,
+    )
+    assert offered[policy.choose(ServiceContext(nbytes=1), offered).index].profile == expected

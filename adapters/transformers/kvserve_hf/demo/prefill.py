@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kvserve_core.component import ComponentSpec
 from kvserve_core.controller import Controller
 from kvserve_core.errors import KVServeError, TransferTimeout
 from kvserve_core.library import ProfileLibrary
@@ -44,7 +45,7 @@ class Setup:
     model: Path
     library: Path | None
     min_quality: float
-    policy: str
+    policy: ComponentSpec
 
 
 def main(connection: Connection, setup: Setup) -> None:
