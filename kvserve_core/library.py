@@ -73,7 +73,7 @@ class Profile(_Model):
     @model_validator(mode="before")
     @classmethod
     def _built_in(cls, given: Any) -> Any:
-        """``raw`` and ``lossless`` are stored without their pipeline: it is whatever this version calls by that name."""
+        """``raw`` and ``lossless`` are stored without a pipeline: it is what this version calls by that name."""
         if isinstance(given, dict) and given.get("name") in EXACT and "pipeline" not in given:
             return given | {"pipeline": EXACT[given["name"]]}
         return given
