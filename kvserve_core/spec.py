@@ -37,12 +37,15 @@ class DType(StrEnum):
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1, "int16": 2, "int32": 4}[self.value]
+        return _ITEMSIZE[self.value]
 
     @property
     def is_float(self) -> bool:
         """Whether elements are floating point."""
         return self in (DType.BF16, DType.F16, DType.F32)
+
+
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1, "int16": 2, "int32": 4}
 
 
 @dataclass(frozen=True)
