@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -185,6 +186,7 @@ class ChainSet:
         transforms, quantizer, codec = self._stages[i]
         plane = self.kv.group(at.group).plane(at.plane)
         dtype, path = plane.dtype, self._paths[i]
+        shape: Shape = (len(at.layers), len(at.heads), at.num_tokens, plane.dim)
         if self.kv.group(at.group).unit == "state" and not self.lossless(i):
             raise UnsupportedSpecError(
                 f"plane {at.plane!r} of group {at.group} holds state; use a lossless chain", path
@@ -192,8 +194,9 @@ class ChainSet:
         bound_transforms = []
         for n, transform in enumerate(transforms):
             self._check(transform.caps, at, dtype, f"{path}.transforms.{n}")
-            bound_transforms.append(self._at(transform, at, f"{path}.transforms.{n}"))
-            dtype = dtype if transform.caps.exact else DType.F32
+            bound = self._at(transform, at, shape, f"{path}.transforms.{n}")
+            bound_transforms.append(bound)
+            dtype, shape = dtype if transform.caps.exact else DType.F32, bound.shape(shape)
         self._check(quantizer.caps, at, dtype, f"{path}.quantizer")
         if quantizer.caps.exact and dtype != plane.dtype:
             raise UnsupportedSpecError(
@@ -206,14 +209,16 @@ class ChainSet:
                 f" {quantizer.caps.max_alphabet}; use fewer levels or another codec",
                 f"{path}.codec",
             )
-        bound_quantizer = self._at(quantizer, at, f"{path}.quantizer")
+        bound_quantizer = self._at(quantizer, at, shape, f"{path}.quantizer")
         if i not in self._codecs:
-            self._codecs[i] = self._at(codec, at, f"{path}.codec")
+            self._codecs[i] = self._at(codec, at, shape, f"{path}.codec")
         return Bound(tuple(bound_transforms), bound_quantizer, self.lossless(i), TORCH[plane.dtype])
 
-    def _at(self, stage: StageT, at: Region, path: str) -> StageT:
+    def _at(self, stage: StageT, at: Region, shape: Shape, path: str) -> StageT:
+        placed = copy.copy(stage)
+        placed.input_shape = shape
         try:
-            return stage.bind(at, self.kv, self.device, self.artefacts)
+            return placed.bind(at, self.kv, self.device, self.artefacts)
         except ConfigError as error:
             raise error.under(path) from error.__cause__
         except Exception as error:  # a stage may raise anything at a place it did not expect

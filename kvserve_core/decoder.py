@@ -125,7 +125,9 @@ class Decoder:
 
 
 def _located(error: Exception, at: Region) -> FrameError:
-    """What a stage raised on bytes from a peer, as a FrameError that names the region."""
+    """What a stage raised on bytes from a peer, as a FrameError that names the region; out of memory stays itself."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        raise error
     reason = error.reason if isinstance(error, FrameError) else f"{type(error).__name__}: {error}"
     return FrameError(f"the segment does not decode: {reason}", at)
 

@@ -9,8 +9,8 @@ from collections import Counter
 class Counters:
     """Named sums. ``add`` is thread-safe; ``snapshot`` is a copy.
 
-    Names in use: ``raw_bytes``, ``wire_bytes``, ``transfers``, ``failures``, and ``fallback_codec_skipped``,
-    ``fallback_raw``, ``fallback_recompute`` for the rungs of the ladder.
+    Names in use: ``raw_bytes``, ``wire_bytes``, ``transfers``, ``failures``, and for the rungs of the ladder
+    ``fallback_raw`` (segments) and ``fallback_recompute`` (fetches).
     """
 
     def __init__(self) -> None:

@@ -6,6 +6,7 @@ not be represented (NaN, Inf) or does not pay is sent raw, segment by segment, a
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,11 +22,23 @@ from kvserve_core.payload import as_bytes, pack
 from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits, Lane, Planned, lanes, plan, planes_of
 from kvserve_core.profile import LOSSLESS_PLANES, PipelineSpec
 from kvserve_core.registry import Registry, default_registry
-from kvserve_core.spec import KVSpec, Plane, Region, Shard
+from kvserve_core.spec import MAX_TOKENS, KVSpec, Plane, Region, Shard
 from kvserve_core.tensor import Encoded, Params, Part
-from kvserve_core.wire import MAX_META, MAX_SEGMENT_BYTES, Buffer, FrameHeader, Segment, tables
+from kvserve_core.wire import (
+    MAX_META,
+    MAX_SEGMENT_BYTES,
+    MAX_SEGMENTS,
+    Buffer,
+    FrameHeader,
+    Segment,
+    pack_header,
+    tables,
+)
 
 CPU = torch.device("cpu")
+LONGEST_NAME = "x" * 256
+"""Transfer ids and profile names up to this length are sure to fit in the header."""
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -50,7 +63,12 @@ class Launched:
         """The segments, each no larger than raw plus its fixed overhead. All sizes are read in one copy."""
         counts = [e.nbytes for draft in self._drafts for e in draft.encoded]
         sizes = iter(torch.stack(counts).tolist() if counts else [])
-        return [self._pipeline.finish(draft, [next(sizes) for _ in draft.encoded]) for draft in self._drafts]
+        flags = [draft.finite for draft in self._drafts if draft.finite is not None]
+        finite = iter(torch.stack(flags).tolist() if flags else [])
+        return [
+            self._pipeline.finish(draft, [next(sizes) for _ in draft.encoded], draft.finite is None or next(finite))
+            for draft in self._drafts
+        ]
 
 
 class Pipeline:
@@ -64,6 +82,9 @@ class Pipeline:
             _check_size(spec, lane)
             chains.bound(lane.chain.id, Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, 0, 1))
             chains.bound(RAW_CHAIN_ID, Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, 0, 1))
+        places = [Region(a.group.id, a.plane.name, a.layers, a.heads, 0, 1) for a in self._lanes]
+        self._tables, self._infos = tables(places), chains.infos
+        pack_header(self._header(LONGEST_NAME, MAX_TOKENS, MAX_SEGMENTS, 0, LONGEST_NAME))
 
     @classmethod
     def build(
@@ -100,7 +121,7 @@ class Pipeline:
     @property
     def chains(self) -> tuple[tuple[str, ...], ...]:
         """``("transform:hadamard@1", "quantizer:uniform@1", "codec:zstd@1")`` per chain, for negotiation."""
-        return tuple(info.stages for info in self._chains.infos)
+        return tuple(info.stages for info in self._infos)
 
     @property
     def used_artefacts(self) -> frozenset[str]:
@@ -116,26 +137,41 @@ class Pipeline:
         """Segments of a request of ``total`` tokens whose cell became final within ``ready``."""
         return plan(self.spec, self._lanes, total, ready)
 
+    def raw_bytes(self, total: int) -> int:
+        """Original bytes of a request of ``total`` tokens on this shard; what a window drops is not counted."""
+        return sum(self.kv.nbytes(_extent(lane, total)) for lane in self._lanes)
+
     def header(self, transfer_id: str, total: int, profile: str) -> tuple[FrameHeader, list[Planned]]:
-        """The frame header of one request, and its whole plan."""
+        """The frame header of one request, and its whole plan.
+
+        Raises:
+            UnsupportedSpecError: the request has more segments than a frame can hold.
+        """
         planned = list(self.regions(range(total), total))
-        planes, layer_blocks, head_groups = tables(p.at for p in planned)
-        header = FrameHeader(
+        if len(planned) > MAX_SEGMENTS:
+            raise UnsupportedSpecError(
+                f"{total} tokens make {len(planned)} segments, a frame holds {MAX_SEGMENTS}; use a larger 'layer_block'"
+                " or 'segment_tokens', or fewer 'head_groups'"
+            )
+        return self._header(transfer_id, total, len(planned), self.raw_bytes(total), profile), planned
+
+    def _header(self, transfer_id: str, total: int, num_segments: int, raw_bytes: int, profile: str) -> FrameHeader:
+        planes, layer_blocks, head_groups = self._tables
+        return FrameHeader(
             transfer_id=transfer_id,
             fingerprint=self.kv.fingerprint,
             profile=profile,
             num_tokens=total,
-            num_segments=len(planned),
-            raw_bytes=sum(self.kv.nbytes(p.at) for p in planned),
+            num_segments=num_segments,
+            raw_bytes=raw_bytes,
             nonce=secrets.randbits(64),
             shard=self.shard,
-            chains=self._chains.infos,
+            chains=self._infos,
             planes=planes,
             layer_blocks=layer_blocks,
             head_groups=head_groups,
-            artefacts=tuple(sorted(self._chains.used_artefacts)),
+            artefacts=tuple(sorted(self.used_artefacts)),
         )
-        return header, planned
 
     def encode(self, batch: Sequence[tuple[Planned, Tensor]]) -> list[Segment]:
         """Compress tensors ``[L, H, T, D]`` of the plane's dtype. :meth:`launch` and ``finish`` in one."""
@@ -162,13 +198,18 @@ class Pipeline:
             stages, quantized = bound.quantize(x, planned.at)
         except EscapeSegment:  # finite input may overflow inside a stage, or be unlike what it was calibrated on
             return self._quantize(replace(planned, chain=RAW_CHAIN_ID), x)
+        except Exception as error:  # a third party's stage may raise anything; the segment must still arrive
+            if planned.chain == RAW_CHAIN_ID:
+                raise
+            log.warning("sending %s raw, a stage failed: %s: %s", planned.at, type(error).__name__, error)
+            return self._quantize(replace(planned, chain=RAW_CHAIN_ID), x)
         return _Draft(planned, x, stages, quantized.parts, [], _both(finite, bound.ok))
 
-    def finish(self, draft: _Draft, sizes: Sequence[int]) -> Segment:
+    def finish(self, draft: _Draft, sizes: Sequence[int], finite: bool) -> Segment:
         """Sizes are final: pack, or send raw what is not finite or does not pay."""
         planned, raw_bytes = draft.planned, draft.x.numel() * draft.x.element_size()
         if planned.chain != RAW_CHAIN_ID:
-            if draft.finite is not None and not draft.finite:
+            if not finite:
                 return self._raw(planned, draft.x)
             blobs = [_blob(*each) for each in zip(draft.parts, draft.encoded, sizes, strict=True)]
             meta, body = pack(draft.stages, draft.parts, blobs)
@@ -180,6 +221,13 @@ class Pipeline:
         stages, quantized = self._chains.bound(RAW_CHAIN_ID, planned.at).quantize(x, planned.at)
         meta, body = pack(stages, quantized.parts, [None] * len(quantized.parts))
         return Segment(planned.index, planned.at, RAW_CHAIN_ID, meta, body)
+
+
+def _extent(lane: Lane, total: int) -> Region:
+    state = lane.group.unit == "state"
+    start = max(0, total - lane.group.window) if lane.group.window else 0
+    stop = 1 if state else total
+    return Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, 0 if state else start, stop)
 
 
 def _check_size(spec: PipelineSpec, lane: Lane) -> None:

@@ -122,6 +122,18 @@ class KVSpec:
     model_id: str
     groups: tuple[LayerGroup, ...]
 
+    def __post_init__(self) -> None:
+        ids = [g.id for g in self.groups]
+        if len(set(ids)) < len(ids):
+            raise UnsupportedSpecError(f"layer groups must have ids of their own, got {ids}")
+        for group in self.groups:
+            names = [p.name for p in group.planes]
+            if len(set(names)) < len(names) or not COMPOSITE.keys().isdisjoint(names):
+                raise UnsupportedSpecError(
+                    f"layer group {group.id} declares planes {names}; name each part once, and 'k' and 'v' or 'latent'"
+                    f" and 'rope' instead of {sorted(COMPOSITE)}"
+                )
+
     @cached_property
     def fingerprint(self) -> str:
         """blake3 of the canonical JSON: equal on every engine, rank and block size."""
@@ -201,11 +213,6 @@ class Shard:
         if self.size % num_heads:
             raise UnsupportedSpecError(f"{num_heads} heads do not replicate evenly over {self.size} ranks")
         return (self.rank * num_heads // self.size,)
-
-    def share(self, num_heads: int) -> tuple[int, int]:
-        """``(i, n)``: this rank holds replica i of n equal ones."""
-        copies = max(1, self.size // num_heads)
-        return self.rank % copies, copies
 
 
 def whole(kv: KVSpec) -> Shard:

@@ -34,6 +34,9 @@ class Stage(ABC):
 
     config: ComponentConfig
     """Annotate it with the nested class in a subclass: ``config: Config``."""
+    input_shape: Shape
+    """Set before ``bind``: ``[L, H, T, D]`` of a whole cell as this stage will see it, after the transforms before it.
+    For a codec, what the quantizer sees."""
     version: int
     """The format version to decode: that of the frame, one of ``reads``; ``format_version`` on the encoding side."""
 

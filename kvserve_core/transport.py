@@ -55,6 +55,10 @@ class SegmentSource(Protocol):
     def plan(self) -> Sequence[Region]:
         """The region of every segment, by index."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether every segment is encoded; a lease counts from then, or from the last sign of a consumer."""
+
     def get(self, index: int, deadline: float) -> Sealed:
         """The segment; waits until it is encoded.
 
@@ -137,6 +141,8 @@ class Transport(ABC):
     @abstractmethod
     def publish(self, key: str, source: SegmentSource, lease_s: float) -> str:
         """Offer ``source`` under ``key`` until released by every share or the lease ends; returns the address.
+
+        A lease does not end while the source is incomplete, and starts over whenever a consumer takes a segment.
 
         Raises:
             TransportError: the key is taken, or there is no room (:class:`StoreFull`).

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.decoder import Decoder
-from kvserve_core.errors import ConfigError, FrameError, TransferCancelled, TransferTimeout
+from kvserve_core.errors import ConfigError, FrameError, IntegrityError, TransferCancelled, TransferTimeout
 from kvserve_core.handshake import peer_info
 from kvserve_core.metrics import Counters
 from kvserve_core.policy import Outcome
@@ -36,9 +36,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Leg:
-    """What one endpoint delivered."""
+    """What one endpoint delivers."""
 
     regions: tuple[Region, ...]
+    delivery: Delivery | None = None
     wire_bytes: int = 0
     raw_bytes: int = 0
     transfer_s: float = 0.0
@@ -47,7 +48,7 @@ class _Leg:
 
 @dataclass
 class _Fetch:
-    """One request in flight on a fetch thread; legs by endpoint index."""
+    """One request in flight; legs by endpoint index."""
 
     loc: Locator
     tokens: range
@@ -56,13 +57,24 @@ class _Fetch:
     cancelled: threading.Event = field(default_factory=threading.Event)
     legs: dict[int, _Leg] = field(default_factory=dict)
 
+    def cancel(self) -> None:
+        """Give up; a leg that waits for bytes ends at once."""
+        self.cancelled.set()
+        for leg in list(self.legs.values()):
+            if leg.delivery is not None:
+                leg.delivery.close()
+
 
 class Consumer:
-    """One per worker rank. ``fetch`` and ``poll`` never block; work happens on ``threads`` fetch threads.
+    """One per worker rank. ``fetch``, ``cancel`` and ``poll`` never block; the work is done on fetch threads.
 
     transport_for: the transport that serves an address (by its scheme). everyone: the shards of all consumer ranks,
     so that producers know when the last one is done; default: the tensor-parallel ranks beside this one.
-    batch_bytes: original bytes decoded in one call.
+    link: under which name the producer keeps the goodput seen from here. threads: requests served at once; further
+    ones wait, within their deadline. batch_bytes: original bytes decoded in one call.
+
+    Raises:
+        ConfigError: ``everyone`` does not hold ``shard``.
     """
 
     def __init__(
@@ -76,39 +88,51 @@ class Consumer:
         artefacts: Artefacts = NONE,
         device: torch.device = CPU,
         everyone: Sequence[Shard] | None = None,
-        threads: int = 4,
+        link: str = "default",
+        threads: int = 32,
         batch_bytes: int = 4 * 2**20,
         counters: Counters | None = None,
     ) -> None:
         self._kv, self._shard, self._transport_for, self._scatter = kv, shard, transport_for, scatter
         self._registry, self._artefacts, self._device = registry or default_registry(), artefacts, device
-        self._everyone = everyone or [Shard(shard.layers, r, shard.size) for r in range(shard.size)]
+        self._everyone = list(everyone or [Shard(shard.layers, r, shard.size) for r in range(shard.size)])
+        if shard not in self._everyone:
+            raise ConfigError(f"'everyone' must hold the shard of this rank, {shard}")
         self._batch_bytes = batch_bytes
         self.counters = counters or Counters()
-        self.peer = peer_info(kv, shard, self._registry, artefacts, device)
+        self.peer = peer_info(kv, shard, self._registry, artefacts, device, link)
         self._events: queue.SimpleQueue[ConsumerEvent] = queue.SimpleQueue()
         self._active: dict[str, _Fetch] = {}
         self._local = threading.local()
+        self._closed = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvserve-fetch")
+        self._leg_pool = ThreadPoolExecutor(threads, thread_name_prefix="kvserve-leg")
 
     def fetch(self, loc: Locator, tokens: range, deadline: float) -> None:
         """Start loading ``tokens`` of a transfer; the end of ``deadline`` (``time.monotonic()``) fails it.
 
         Raises:
             ConfigError: the tokens are not in the transfer, or it is already being fetched.
+            TransferCancelled: the consumer was closed.
         """
         if not 0 <= tokens.start < tokens.stop <= loc.num_tokens:
             raise ConfigError(f"tokens {tokens.start}-{tokens.stop} of a transfer of {loc.num_tokens}")
         if loc.transfer_id in self._active:
             raise ConfigError(f"transfer {loc.transfer_id!r} is already being fetched")
+        if self._closed:
+            raise TransferCancelled("this consumer is closed; create a new one")
         job = _Fetch(loc, tokens, deadline, Coverage(self._kv, self._shard, tokens, loc.num_tokens))
         self._active[loc.transfer_id] = job
         self._pool.submit(self._run, job)
 
+    def release(self, loc: Locator) -> None:
+        """Say that this rank needs nothing of a transfer (a full prefix hit), so that the producer can let it go."""
+        self._pool.submit(self._release, loc, {})
+
     def cancel(self, transfer_id: str) -> None:
         """Give up a fetch. Nothing is scattered for it after its LoadFailed was polled."""
         if job := self._active.get(transfer_id):
-            job.cancelled.set()
+            job.cancel()
 
     def poll(self) -> Sequence[ConsumerEvent]:
         """What ended since the last call. Never blocks."""
@@ -121,9 +145,11 @@ class Consumer:
 
     def close(self) -> None:
         """Cancel everything and stop the fetch threads."""
+        self._closed = True
         for job in list(self._active.values()):
-            job.cancelled.set()
+            job.cancel()
         self._pool.shutdown(wait=True)
+        self._leg_pool.shutdown(wait=True)
 
     def _run(self, job: _Fetch) -> None:
         started = time.perf_counter()
@@ -133,9 +159,11 @@ class Consumer:
         except Exception as caught:  # noqa: BLE001  # a failed load is reported; the engine recomputes
             error = caught
         total_s = time.perf_counter() - started
-        if isinstance(error, FrameError):
+        if isinstance(error, IntegrityError):
             self._discard(job)
-        self._release(job, total_s, error)
+        reports = {i: _outcome(job, [leg], total_s, error) for i, leg in job.legs.items()}
+        if job.legs:
+            self._release(job.loc, reports)
         outcome = _outcome(job, list(job.legs.values()), total_s, error)
         del self._active[job.loc.transfer_id]
         if error is None:
@@ -149,18 +177,31 @@ class Consumer:
         loc = job.loc
         routed = route(loc.endpoints, self._kv, self._shard, job.tokens, loc.num_tokens)
         job.legs = {i: _Leg(regions) for i, regions in routed}
-        for i, leg in job.legs.items():
-            address = loc.endpoints[i].address
-            want = Selection(leg.regions, self.peer)
-            delivery = self._transport_for(address).fetch(address, loc.transfer_id, want, job.deadline)
-            try:
-                self._receive(job, leg, delivery)
-            finally:
-                delivery.close()
-                leg.wire_bytes, leg.transfer_s = delivery.stats.nbytes, delivery.stats.link_s
+        first, *others = job.legs
+        running = [self._leg_pool.submit(self._receive, job, i) for i in others]
+        try:
+            self._receive(job, first)
+        finally:
+            failures = [f.exception() for f in running]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        _check(job)
         job.coverage.require_complete()
 
-    def _receive(self, job: _Fetch, leg: _Leg, delivery: Delivery) -> None:
+    def _receive(self, job: _Fetch, index: int) -> None:
+        _check(job)
+        leg, address = job.legs[index], job.loc.endpoints[index].address
+        want = Selection(leg.regions, self.peer)
+        delivery = self._transport_for(address).fetch(address, job.loc.transfer_id, want, job.deadline)
+        leg.delivery = delivery
+        try:
+            self._take(job, leg, delivery)
+        finally:
+            delivery.close()
+            leg.wire_bytes, leg.transfer_s = delivery.stats.nbytes, delivery.stats.link_s
+
+    def _take(self, job: _Fetch, leg: _Leg, delivery: Delivery) -> None:
         _check_header(delivery.header, job.loc)
         decoder, codebook = self._decoder(delivery.header), Codebook(delivery.header)
         batch: list[Segment] = []
@@ -190,8 +231,8 @@ class Consumer:
         for wanted in leg.regions:
             part = clip(at, wanted)
             if part is not None:
-                self._scatter(job.loc.transfer_id, part, cut(x, at, part))
                 job.coverage.add(part)
+                self._scatter(job.loc.transfer_id, part, cut(x, at, part))
                 leg.raw_bytes += self._kv.nbytes(part)
 
     def _decoder(self, header: FrameHeader) -> Decoder:
@@ -206,17 +247,20 @@ class Consumer:
     def _discard(self, job: _Fetch) -> None:
         """What a store holds is damaged: take it out, so that the next request does not meet it again."""
         for i in job.legs:
-            transport = self._transport_for(job.loc.endpoints[i].address)
-            if transport.persistent:
-                transport.withdraw(job.loc.transfer_id, "a segment was damaged")
-
-    def _release(self, job: _Fetch, total_s: float, error: Exception | None) -> None:
-        loc = job.loc
-        for i, leg in job.legs.items():
-            mine = share(i, loc.endpoints, self._kv, self._shard, self._everyone)
-            report, address = _outcome(job, [leg], total_s, error), loc.endpoints[i].address
             try:
-                self._transport_for(address).release(address, loc.transfer_id, mine, report)
+                transport = self._transport_for(job.loc.endpoints[i].address)
+                if transport.persistent:
+                    transport.withdraw(job.loc.transfer_id, "a segment was damaged")
+            except Exception as failure:  # noqa: BLE001  # it will be met, and refused, again
+                log.warning("removing damaged %r failed: %s", job.loc.transfer_id, failure)
+
+    def _release(self, loc: Locator, reports: Mapping[int, Outcome]) -> None:
+        for i, endpoint in enumerate(loc.endpoints):
+            try:
+                mine = share(i, loc.endpoints, self._kv, self._shard, self._everyone)
+                if mine is not None:
+                    transport = self._transport_for(endpoint.address)
+                    transport.release(endpoint.address, loc.transfer_id, mine, reports.get(i))
             except Exception as failure:  # noqa: BLE001  # the lease frees it; the load itself is decided
                 log.warning("releasing transfer %r failed: %s", loc.transfer_id, failure)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvserve_core.errors import FrameError
@@ -10,8 +14,17 @@ from kvserve_core.session.routing import wanted_tokens
 from kvserve_core.spec import KVSpec, Region, Shard
 
 
+class Lane(NamedTuple):
+    """Layers and heads of a plane that arrive together."""
+
+    group: int
+    plane: str
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+
+
 class Coverage:
-    """Counts (layer, head) rows that arrived per token and layer group, against what this rank must hold."""
+    """Marks every (lane, token) once and counts them per token and layer group, against what this rank must hold."""
 
     def __init__(self, kv: KVSpec, shard: Shard, tokens: range, total: int) -> None:
         self._tokens = tokens
@@ -20,35 +33,61 @@ class Coverage:
             g.id: len(set(g.layers) & set(shard.layers)) * sum(len(shard.heads(p.num_heads)) for p in g.planes)
             for g in kv.groups
         }
-        self._state = {g.id for g in kv.groups if g.unit == "state"}
-        self._counts = {i: np.zeros(len(span), np.int64) for i, span in self._spans.items()}
+        self._whole = {g.id for g in kv.groups if g.unit == "state" or (g.window is not None and g.window < total)}
+        self._counts: dict[int, NDArray[np.int64]] = {i: np.zeros(len(s), np.int64) for i, s in self._spans.items()}
+        self._lanes: dict[Lane, NDArray[np.bool_]] = {}
+        self._lock = threading.Lock()
 
     def add(self, at: Region) -> None:
-        """A region is in place."""
+        """A region is in place.
+
+        Raises:
+            FrameError: an element of it was there already, so that counting would hide one that is missing.
+        """
         start = self._spans[at.group].start
-        self._counts[at.group][at.start - start : at.stop - start] += len(at.layers) * len(at.heads)
+        span = slice(at.start - start, at.stop - start)
+        with self._lock:
+            seen = self._lane(at)
+            if seen[span].any():
+                raise FrameError("tokens arrived twice", at)
+            seen[span] = True
+            self._counts[at.group][span] += len(at.layers) * len(at.heads)
+
+    def _lane(self, at: Region) -> NDArray[np.bool_]:
+        lane = Lane(at.group, at.plane, at.layers, at.heads)
+        if lane not in self._lanes:
+            if any(_overlap(lane, other) for other in self._lanes):
+                raise FrameError("layers and heads were cut in two ways", at)
+            self._lanes[lane] = np.zeros(len(self._spans[at.group]), np.bool_)
+        return self._lanes[lane]
 
     def valid(self) -> range:
-        """The longest run of complete tokens from the first one asked for. None count without all state."""
-        stop = self._tokens.stop
-        for group, counts in self._counts.items():
-            short = np.flatnonzero(counts < self._expected[group])
-            if short.size:
-                stop = min(stop, self._tokens.start if group in self._state else self._first(group, int(short[0])))
-        return range(self._tokens.start, max(stop, self._tokens.start))
+        """The longest run of tokens, from the first one asked for, from which recomputing can go on.
 
-    def _first(self, group: int, offset: int) -> int:
-        return self._spans[group].start + offset
+        Everything, or a prefix; but no part of a request whose state or whose sliding windows only hold its end.
+        """
+        short = {g: np.flatnonzero(counts < self._expected[g]) for g, counts in self._counts.items()}
+        missing = {g: int(s[0]) + self._spans[g].start for g, s in short.items() if s.size}
+        if not missing:
+            return self._tokens
+        stop = self._tokens.start if self._whole else min(missing.values())
+        return range(self._tokens.start, max(stop, self._tokens.start))
 
     def require_complete(self) -> None:
         """Raise FrameError when an element did not arrive."""
         for group, counts in self._counts.items():
             short = np.flatnonzero(counts < self._expected[group])
             if short.size:
-                raise FrameError("the producer did not send everything asked for", self._where(group, int(short[0])))
+                token = self._spans[group].start + int(short[0])
+                raise FrameError("the producer did not send everything asked for", f"group {group} token {token}")
 
-    def _where(self, group: int, offset: int) -> str:
-        return f"group {group} token {self._first(group, offset)}"
+
+def _overlap(a: Lane, b: Lane) -> bool:
+    return (
+        (a.group, a.plane) == (b.group, b.plane)
+        and not set(a.layers).isdisjoint(b.layers)
+        and not set(a.heads).isdisjoint(b.heads)
+    )
 
 
 def clip(at: Region, to: Region) -> Region | None:

@@ -35,14 +35,14 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class Freed:
-    """Producer: every token was read; the engine's blocks may be overwritten."""
+    """Producer: the engine's blocks may be overwritten. Exactly one for every transfer that was opened."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Producer: the transfer ended without being delivered; its blocks may be overwritten."""
+    """Producer: the transfer ended without being delivered (instead of an Outcome)."""
 
     transfer_id: str
     reason: str

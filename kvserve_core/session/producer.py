@@ -12,19 +12,13 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from kvserve_core.errors import (
-    ConfigError,
-    KVServeError,
-    StoreFull,
-    TransportError,
-    Unacceptable,
-    did_you_mean,
-)
+from kvserve_core.errors import ConfigError, KVServeError, TransportError, Unacceptable, did_you_mean
 from kvserve_core.metrics import Counters
 from kvserve_core.peer import PeerInfo, acceptable
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.plan import RAW_CHAIN_ID, Planned
 from kvserve_core.policy import Decision, Outcome
+from kvserve_core.session.budget import Budget
 from kvserve_core.session.events import Event, Failed, Freed, Gather, gather_region
 from kvserve_core.session.source import Source
 from kvserve_core.transport import Endpoint, Released, Transport
@@ -42,10 +36,11 @@ class _Job:
 
 
 class Producer:
-    """One per worker rank. All methods may be called from the engine's thread; none blocks on a peer.
+    """One per worker rank, with a transport of its own. No method waits for a peer or for encoding.
 
-    pipelines: by profile name. batch_bytes: original bytes encoded in one call. published_bytes_max: host bytes held
-    for consumers; beyond it encoding waits for releases, at most ``lease_s``.
+    pipelines: by profile name. batch_bytes: original bytes encoded in one call. lease_s: how long consumers may take
+    between two signs of life once everything is encoded. published_bytes_max: host bytes held for consumers; ``open``
+    refuses what would not fit, so that the request is served another way.
     """
 
     def __init__(
@@ -60,11 +55,11 @@ class Producer:
         counters: Counters | None = None,
     ) -> None:
         self._pipelines, self._transport, self._gather = dict(pipelines), transport, gather
-        self._lease_s, self._batch_bytes, self._max = lease_s, batch_bytes, published_bytes_max
+        self._lease_s, self._batch_bytes = lease_s, batch_bytes
         self.counters = counters or Counters()
+        self.budget = Budget(published_bytes_max)
+        self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
-        self._held = 0
-        self._room = threading.Condition()
         self._events: queue.SimpleQueue[ProducerEvent] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvserve-encode", daemon=True)
@@ -73,32 +68,25 @@ class Producer:
     def open(self, transfer_id: str, total: int, decision: Decision, peer: PeerInfo | None = None) -> Endpoint:
         """Publish a transfer of ``total`` tokens under the decision's profile; tokens follow with :meth:`ready`.
 
+        Every opened transfer gives one :class:`Freed`, and an :class:`Outcome` or a :class:`Failed`.
+
         Raises:
-            Unacceptable: the known ``peer`` cannot decode the profile.
-            TransportError: the id is in use, or the transport refuses. StoreFull: it can never fit.
+            ConfigError: no such profile, or no tokens. Unacceptable: the known ``peer`` cannot decode the profile.
+            TransportError: the id is in use, or the transport refuses. StoreFull: the budget has no room for it.
         """
         pipeline = self._pipelines.get(decision.profile)
         if pipeline is None:
             raise ConfigError(did_you_mean(decision.profile, self._pipelines, "profile"))
-        if total < 1:
-            raise ConfigError(f"transfer {transfer_id!r} has {total} tokens; at least 1 is needed")
-        if transfer_id in self._sources:
-            raise TransportError(f"transfer {transfer_id!r} is already open; use a fresh id per request")
         if peer and (refusal := acceptable(pipeline.chains, pipeline.used_artefacts, peer)):
             raise Unacceptable(refusal.stages, refusal.detail)
         source = Source(pipeline, transfer_id, total, decision.profile, decision.context.link)
-        if source.header.raw_bytes > self._max:
-            raise StoreFull(
-                f"transfer {transfer_id!r} may need {source.header.raw_bytes} bytes, 'published_bytes_max' is"
-                f" {self._max}; raise it"
-            )
-        self._sources[transfer_id] = source
-        if self._transport.persistent:
-            return Endpoint(self._transport.address, pipeline.shard)
+        self._enter(source)
         try:
+            if self._transport.persistent:
+                return Endpoint(self._transport.address, pipeline.shard)
             source.address = self._transport.publish(transfer_id, source, self._lease_s)
         except BaseException:
-            del self._sources[transfer_id]
+            self._drop(source)
             raise
         return Endpoint(source.address, pipeline.shard)
 
@@ -132,6 +120,22 @@ class Producer:
             self._fail(source, "the producer is shutting down")
         self._thread.join()
 
+    def _enter(self, source: Source) -> None:
+        with self._lock:
+            if source.transfer_id in self._sources:
+                raise TransportError(f"transfer {source.transfer_id!r} is already open; use a fresh id per request")
+            self.budget.take(source.transfer_id, source.raw_bytes)
+            self._sources[source.transfer_id] = source
+
+    def _drop(self, source: Source) -> bool:
+        """Forget a transfer; True for the one caller that did."""
+        with self._lock:
+            if self._sources.get(source.transfer_id) is not source:
+                return False
+            del self._sources[source.transfer_id]
+        self.budget.free(source.transfer_id)
+        return True
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
@@ -147,11 +151,9 @@ class Producer:
             if source.closed is not None:
                 return
             started = time.perf_counter()
-            data = [(p, gather_region(self._gather, source.header.transfer_id, p.at)) for p in batch]
+            data = [(p, gather_region(self._gather, source.transfer_id, p.at)) for p in batch]
             sealed = source.seal(self._segments(source.pipeline, data))
-            self._hold(source, source.add(sealed, time.perf_counter() - started))
-            if source.address:
-                self._transport.renew(source.address, source.header.transfer_id, self._lease_s)
+            source.add(sealed, time.perf_counter() - started)
         if source.complete and source.closed is None:
             self._complete(source)
 
@@ -170,32 +172,30 @@ class Producer:
     def _segments(self, pipeline: Pipeline, data: list[tuple[Planned, Tensor]]) -> list[Segment]:
         try:
             segments = pipeline.encode(data)
-            # What a stage refused, or what compressing would not make smaller.
-            escaped = sum(s.chain != p.chain for s, (p, _) in zip(segments, data, strict=True))
-            self.counters.add("fallback_raw", escaped)
-            return segments
-        except (KVServeError, RuntimeError, ValueError) as error:  # next rung of the ladder: the same tokens, raw
-            log.warning("sending %d segments raw, their chain failed: %s", len(data), error)
-            self.counters.add("fallback_raw", len(data))
-            return pipeline.encode([(replace(p, chain=RAW_CHAIN_ID), x) for p, x in data])
-
-    def _hold(self, source: Source, nbytes: int) -> None:
-        with self._room:
-            self._held += nbytes
-            source.held += nbytes
-        deadline = time.monotonic() + self._lease_s
-        with self._room:
-            while self._held > self._max and source.closed is None:
-                if not self._room.wait(deadline - time.monotonic()):
-                    raise StoreFull(f"{self._held} bytes wait for consumers, 'published_bytes_max' is {self._max}")
+        except (KVServeError, RuntimeError, ValueError) as error:  # a codec failed: the same tokens, raw
+            log.warning("sending %d segments raw, their codec failed: %s", len(data), error)
+            segments = pipeline.encode([(replace(p, chain=RAW_CHAIN_ID), x) for p, x in data])
+        # What a stage refused, or what compressing would not make smaller.
+        self.counters.add("fallback_raw", sum(s.chain != p.chain for s, (p, _) in zip(segments, data, strict=True)))
+        return segments
 
     def _complete(self, source: Source) -> None:
-        transfer_id = source.header.transfer_id
-        if self._transport.persistent:
-            self._transport.publish(transfer_id, source, self._lease_s)
-            self._drop(source)
+        self.budget.settle(source.transfer_id, source.wire_bytes)
+        if not self._transport.persistent:
+            self._transport_renew(source)
+            self._free(source)
+            return
+        self._transport.publish(source.transfer_id, source, self._lease_s)
+        if self._drop(source):
             self._delivered(source, ())
-        self._free(source)
+            self._free(source)
+
+    def _transport_renew(self, source: Source) -> None:
+        """The lease counts from the last segment. Consumers may already be done, which ends the offer."""
+        try:
+            self._transport.renew(source.address, source.transfer_id, self._lease_s)
+        except TransportError:
+            log.debug("transfer %r ended before its last segment", source.transfer_id)
 
     def _ended(self, released: Released) -> None:
         source = self._sources.get(released.key)
@@ -203,15 +203,14 @@ class Producer:
             return
         if released.reason:
             self._fail(source, released.reason)
-            return
-        self._drop(source)
-        source.close("released by every consumer")
-        self._delivered(source, released.reports)
-        self._free(source)
+        elif self._drop(source):
+            source.close("released by every consumer")
+            self._delivered(source, released.reports)
+            self._free(source)
 
     def _free(self, source: Source) -> None:
         if source.mark_freed():
-            self._events.put(Freed(source.header.transfer_id))
+            self._events.put(Freed(source.transfer_id))
 
     def _delivered(self, source: Source, reports: Sequence[Outcome]) -> None:
         outcome = source.outcome(reports)
@@ -221,17 +220,11 @@ class Producer:
         self._events.put(outcome)
 
     def _fail(self, source: Source, reason: str) -> None:
-        if self._sources.get(source.header.transfer_id) is not source:
+        if not self._drop(source):
             return
-        self._drop(source)
         source.close(reason)
-        self._transport.withdraw(source.header.transfer_id, reason)
+        if source.address:  # of a store nothing is visible yet, and what it holds under this key is another's
+            self._transport.withdraw(source.transfer_id, reason)
         self.counters.add("failures")
-        self._events.put(Failed(source.header.transfer_id, reason))
-
-    def _drop(self, source: Source) -> None:
-        self._sources.pop(source.header.transfer_id, None)
-        with self._room:
-            self._held -= source.held
-            source.held = 0
-            self._room.notify_all()
+        self._free(source)
+        self._events.put(Failed(source.transfer_id, reason))

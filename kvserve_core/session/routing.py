@@ -63,11 +63,11 @@ def _cover(
 
 def share(
     index: int, endpoints: Sequence[Endpoint], kv: KVSpec, me: Shard, everyone: Sequence[Shard]
-) -> tuple[int, int]:
+) -> tuple[int, int] | None:
     """``(i, n)``: this rank is the i-th of the n consumer ranks that fetch from endpoint ``index``.
 
-    Raises:
-        ValueError: this rank does not fetch from it.
+    A replica that nobody fetches from is the first rank's to release. None for the other ranks.
     """
     users = [s for s in everyone if any(i == index for i, _ in route(endpoints, kv, s, range(1), 1))]
-    return users.index(me), len(users)
+    users = users or [everyone[0]]
+    return (users.index(me), len(users)) if me in users else None

@@ -19,12 +19,17 @@ Ended = Literal["released", "expired", "withdrawn"]
 class Offer:
     """One published key. ``ended`` says how it ended, None while it is on offer."""
 
-    def __init__(self, key: str, source: SegmentSource, expires: float) -> None:
-        self.key, self.source, self.expires = key, source, expires
+    def __init__(self, key: str, source: SegmentSource, lease_s: float, clock: Callable[[], float]) -> None:
+        self.key, self.source, self._lease_s, self._clock = key, source, lease_s, clock
+        self.expires = clock() + lease_s
         self.shares: set[tuple[int, int]] = set()
         self.reports: list[Outcome] = []
         self.ended: Ended | None = None
         self.reason = ""
+
+    def used(self) -> None:
+        """A consumer took something, so the lease starts over: a slow link does not end it."""
+        self.expires = max(self.expires, self._clock() + self._lease_s)
 
     def failure(self) -> TransportError:
         """What a fetch of an offer that ended raises."""
@@ -51,12 +56,12 @@ class Leases:
         Raises:
             TransportError: the key is on offer already, or the lease is not a positive number of seconds.
         """
-        expires = self._clock() + checked_lease(lease_s)
+        lease_s = checked_lease(lease_s)
         self.expire()
         with self._lock:
             if key in self._offers:
                 raise TransportError(f"{key!r} is published already; withdraw it first or use a new transfer id")
-            self._offers[key] = Offer(key, source, expires)
+            self._offers[key] = Offer(key, source, lease_s, self._clock)
 
     def get(self, key: str) -> Offer:
         """The offer; raises :class:`LeaseLost` when there is none."""
@@ -106,6 +111,9 @@ class Leases:
         """End what ran out; returns when the next lease ends, on the clock, or infinity."""
         now = self._clock()
         with self._lock:
+            for offer in self._offers.values():
+                if not offer.source.complete:  # its producer is still at work and ends it, if need be
+                    offer.used()
             late = [o.key for o in self._offers.values() if o.expires <= now]
             upcoming = min((o.expires for o in self._offers.values() if o.expires > now), default=float("inf"))
         for key in late:

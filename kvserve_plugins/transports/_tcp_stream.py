@@ -88,6 +88,7 @@ class Stream:
 
     def pop(self, sent: float) -> None:
         """The first segment of the outbox is through at the time ``sent``."""
+        self.offer.used()
         with self._lock:
             self._ahead -= self.outbox.popleft().nbytes
             self._idle_since = sent

@@ -103,7 +103,9 @@ def _get(offer: Offer, index: int, deadline: float, address: str, started: float
     if offer.ended:
         raise offer.failure()
     try:
-        return offer.source.get(index, deadline)
+        sealed = offer.source.get(index, deadline)
+        offer.used()
+        return sealed
     except TransferTimeout as error:
         raise timed_out(f"the producer at {address}", offer.key, time.monotonic() - started) from error
     except TransportError as error:

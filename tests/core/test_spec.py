@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fake_engine import dense, hybrid, mla
 from kvserve_core.errors import UnsupportedSpecError
-from kvserve_core.spec import DType, PlanePart, PlaneSpec, Region, Shard, base_planes, cells, covering, whole
+from kvserve_core.spec import DType, KVSpec, PlanePart, PlaneSpec, Region, Shard, base_planes, cells, covering, whole
 
 
 def test_the_fingerprint_changes_with_the_model_only() -> None:
@@ -55,9 +55,14 @@ def test_heads_are_sliced_or_replicated(heads: int, size: int, expected: list[tu
     assert [Shard((0,), r, size).heads(heads) for r in range(size)] == expected
 
 
-def test_replicas_know_their_share() -> None:
-    assert [Shard((0,), r, 4).share(2) for r in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    assert Shard((0,), 1, 2).share(8) == (0, 1)
+def test_a_model_names_each_group_and_plane_once() -> None:
+    group = dense().groups[0]
+    with pytest.raises(UnsupportedSpecError, match="ids of their own"):
+        KVSpec("m", (group, group))
+    for names in (("k", "k"), ("kv",), ("mla", "opaque")):
+        planes = tuple(PlaneSpec(n, 1, (PlanePart(n, 8),), DType.BF16) for n in names)
+        with pytest.raises(UnsupportedSpecError, match="name each part once"):
+            KVSpec("m", (replace(group, planes=planes),))
 
 
 @pytest.mark.parametrize(("heads", "size"), [(3, 2), (2, 3)])

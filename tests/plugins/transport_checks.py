@@ -51,6 +51,10 @@ class Source:
         self._ready = set(range(count)) if ready else set()
         self._changed = threading.Condition()
 
+    @property
+    def complete(self) -> bool:
+        return len(self._ready) == len(self.plan)
+
     def finish(self, *indices: int) -> None:
         with self._changed:
             self._ready.update(indices or range(len(self.plan)))

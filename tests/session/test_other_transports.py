@@ -7,45 +7,21 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from fake_engine import FakeEngine, decision, dense, wait_for
+from fake_engine import FakeEngine, decision, wait_for
 from kvserve_core.errors import LeaseLost, PeerLost, TransferTimeout
 from kvserve_core.pipeline import Pipeline
-from kvserve_core.policy import Outcome
 from kvserve_core.profile import LOSSLESS_PIPELINE
 from kvserve_core.registry import default_registry
-from kvserve_core.session import Consumer, Failed, Freed, Loaded, LoadFailed, Producer
+from kvserve_core.session import Consumer, Freed, Loaded, LoadFailed, Producer
 from kvserve_core.spec import Shard, whole
-from kvserve_core.transport import Locator, Transport
-
-TOTAL = 700
-KV = dense(heads=2)
-
-
-def prefill_rank(connection: Connection, rank: int, size: int, config: dict[str, Any]) -> None:
-    """A prefill process: publishes what it is told, then answers with the events it sees."""
-    shard = Shard(whole(KV).layers, rank, size)
-    engine = FakeEngine(KV, shard)
-    transport = default_registry().create("transport", {"name": "tcp", "configuration": config})
-    producer = Producer({"lossless": Pipeline.build(LOSSLESS_PIPELINE, KV, shard)}, transport, engine.gather)
-    while (job := connection.recv()) is not None:
-        transfer_id, ready = job
-        engine.allocate(transfer_id, TOTAL)
-        endpoint = producer.open(transfer_id, TOTAL, decision("lossless"))
-        engine.prefill(transfer_id, range(ready))
-        producer.ready(transfer_id, range(ready))
-        connection.send(msgspec.json.encode(endpoint))
-        if ready == TOTAL:
-            outcome = wait_for(producer.poll, (Outcome, Failed))
-            connection.send((outcome.ok, outcome.wire_bytes) if isinstance(outcome, Outcome) else outcome.reason)
-    producer.close()
-    transport.close()
+from kvserve_core.transport import Endpoint, Locator, Transport
+from prefill_process import KV, TOTAL, prefill_rank
 
 
 class Prefill:
@@ -63,8 +39,6 @@ class Prefill:
             self.processes.append(process)
 
     def publish(self, transfer_id: str, ready: int = TOTAL) -> Locator:
-        from kvserve_core.transport import Endpoint
-
         for pipe in self.pipes:
             pipe.send((transfer_id, ready))
         endpoints = tuple(msgspec.json.decode(pipe.recv(), type=Endpoint) for pipe in self.pipes)

@@ -11,13 +11,21 @@ import pytest
 import torch
 
 from fake_engine import STALE, FakeEngine, collect, decision, dense, hybrid, mla, wait_for
-from kvserve_core.errors import ConfigError, IntegrityError, LeaseLost, TransferCancelled, TransferTimeout, Unacceptable
+from kvserve_core.errors import (
+    ConfigError,
+    IntegrityError,
+    LeaseLost,
+    StoreFull,
+    TransferCancelled,
+    TransferTimeout,
+    Unacceptable,
+)
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.policy import Outcome
 from kvserve_core.profile import LOSSLESS_PIPELINE, RAW_PIPELINE, PipelineSpec
 from kvserve_core.registry import default_registry
 from kvserve_core.session import Consumer, Failed, Freed, Loaded, LoadFailed, Producer
-from kvserve_core.spec import KVSpec, Shard, whole
+from kvserve_core.spec import KVSpec, Region, Shard, whole
 from kvserve_core.transport import Endpoint, Locator, Transport
 
 LOSSY = PipelineSpec.model_validate(
@@ -269,12 +277,11 @@ def test_segments_stream_while_prefill_goes_on(world: World) -> None:
     producer.engine.prefill("t", range(256))
     producer.session.ready("t", range(256))
     consumer.engine.allocate("t", 512)
-    small = consumer.session._batch_bytes = 1
+    consumer.session._batch_bytes = 1
     consumer.session.fetch(loc, range(512), time.monotonic() + 20)
     until = time.monotonic() + 20
     while not consumer.engine.writes and time.monotonic() < until:
         time.sleep(0.002)
-    assert small
     assert consumer.engine.writes
     assert max(at.stop for at in consumer.engine.writes) == 256
     producer.engine.prefill("t", range(256, 512))
@@ -377,7 +384,7 @@ def test_abort_reaches_the_consumer_and_frees_the_producer(world: World) -> None
     assert isinstance(event, LoadFailed)
     failed = wait_for(prefill[0].session.poll, Failed)
     assert failed.reason == "client went away"
-    assert prefill[0].session._held == 0
+    assert prefill[0].session.budget.held_bytes == 0
     prefill[0].session.ready("t", range(256, 512))  # late tokens of an aborted request are ignored
 
 
@@ -429,15 +436,144 @@ def test_a_chain_that_fails_falls_back_to_raw(world: World, monkeypatch: pytest.
 
 def test_published_bytes_are_bounded(world: World) -> None:
     kv = dense()
-    room = 300 * kv.token_bytes() + 200_000
-    prefill, decode = world.producers(kv, published_bytes_max=room), world.consumers(kv)
+    prefill, decode = world.producers(kv, published_bytes_max=300 * kv.token_bytes() + 200_000), world.consumers(kv)
+    producer = prefill[0].session
     first = send(prefill, 300, "raw", tid="first")
-    second = send(prefill, 300, "raw", tid="second")
-    wait_for(prefill[0].session.poll, Freed)
-    time.sleep(0.05)
-    assert not [e for e in prefill[0].session.poll() if isinstance(e, Freed)]  # the second waits for room
+    with pytest.raises(StoreFull, match="'published_bytes_max'"):
+        producer.open("second", 300, decision("raw"))
     assert isinstance(load(decode, first)[0], Loaded)
-    assert isinstance(load(decode, second)[0], Loaded)
+    wait_for(producer.poll, Outcome)
+    assert isinstance(load(decode, send(prefill, 300, "raw", tid="second"))[0], Loaded)
+
+
+def test_interleaved_chunked_prefills_share_a_budget(world: World) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv, published_bytes_max=3 * 600 * kv.token_bytes()), world.consumers(kv)
+    side = prefill[0]
+    locs = []
+    for tid in ("a", "b", "c"):
+        side.engine.allocate(tid, 600)
+        locs.append(Locator(tid, 600, (side.session.open(tid, 600, decision("lossless")),), "lossless"))
+    for start in range(0, 600, 150):
+        for tid in ("a", "b", "c"):
+            side.engine.prefill(tid, range(start, start + 150))
+            side.session.ready(tid, range(start, start + 150))
+    for loc in locs:
+        assert isinstance(load(decode, loc)[0], Loaded)
+    collect(side.session.poll, Outcome, 3)
+    assert side.session.budget.held_bytes == 0
+
+
+def test_an_abort_while_encoding_leaves_no_bytes_reserved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = dense()
+    side = world.producers(kv)[0]
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(transfer_id: str, at: Region) -> torch.Tensor:
+        inside.set()
+        assert go_on.wait(20)
+        return side.engine.gather(transfer_id, at)
+
+    monkeypatch.setattr(side.session, "_gather", slow)
+    send([side], 300, "raw")
+    assert inside.wait(20)
+    side.session.abort("t", "client went away")
+    go_on.set()
+    events = collect(side.session.poll, (Failed, Freed), 2)
+    assert sorted(type(e).__name__ for e in events) == ["Failed", "Freed"]
+    send([side], 300, "raw", tid="next")
+    wait_for(side.session.poll, Freed)
+    assert 0 < side.session.budget.held_bytes < 300 * kv.token_bytes() + 100_000
+
+
+@pytest.mark.parametrize(("p", "d"), [(4, 1), (2, 2), (1, 4)])
+def test_every_producer_rank_is_released(world: World, p: int, d: int) -> None:
+    """Also a replica that no consumer needed: with one latent head, four ranks hold the same."""
+    kv = mla()
+    prefill, decode = world.producers(kv, p), world.consumers(kv, d)
+    assert all(isinstance(e, Loaded) for e in load(decode, send(prefill, 300, "raw")))
+    for side in prefill:
+        assert wait_for(side.session.poll, (Outcome, Failed)).ok
+        assert side.session.budget.held_bytes == 0
+
+
+def test_a_full_prefix_hit_releases_without_fetching(world: World) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv), world.consumers(kv)
+    loc = send(prefill, 300, "raw")
+    wait_for(prefill[0].session.poll, Freed)
+    decode[0].session.release(loc)
+    assert wait_for(prefill[0].session.poll, (Outcome, Failed)).ok
+
+
+def test_an_unfinished_prefill_outlives_its_lease(world: World) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv, lease_s=0.2), world.consumers(kv)
+    loc = send(prefill, 512, "raw", (range(256),))
+    time.sleep(0.5)
+    assert not [e for e in prefill[0].session.poll() if isinstance(e, Failed)]
+    prefill[0].engine.prefill("t", range(256, 512))
+    prefill[0].session.ready("t", range(256, 512))
+    assert isinstance(load(decode, loc)[0], Loaded)
+
+
+def test_a_suffix_fetch_reports_its_own_bytes(world: World) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv), world.consumers(kv)
+    load(decode, send(prefill, 1024, "raw"), range(768, 1024))
+    outcome = wait_for(prefill[0].session.poll, Outcome)
+    assert outcome.raw_bytes == 256 * kv.token_bytes()
+    assert 0.9 < outcome.raw_bytes / outcome.wire_bytes < 1.0
+
+
+def test_cancel_ends_a_fetch_that_waits(world: World) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv), world.consumers(kv)
+    loc = send(prefill, 512, "raw", (range(256),))
+    decode[0].engine.allocate("t", 512)
+    decode[0].session.fetch(loc, range(512), time.monotonic() + 600)
+    time.sleep(0.1)
+    decode[0].session.cancel("t")
+    prefill[0].engine.prefill("t", range(256, 512))
+    prefill[0].session.ready("t", range(256, 512))
+    event = wait_for(decode[0].session.poll, (Loaded, LoadFailed))
+    assert isinstance(event, LoadFailed)
+    assert isinstance(event.error, TransferCancelled)
+
+
+def test_many_stuck_fetches_do_not_starve_another(world: World) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv), world.consumers(kv)
+    for i in range(12):
+        stuck = send(prefill, 512, "raw", (range(256),), tid=f"stuck{i}")
+        decode[0].engine.allocate(stuck.transfer_id, 512)
+        decode[0].session.fetch(stuck, range(512), time.monotonic() + 3)
+    good = send(prefill, 300, "raw", tid="good")
+    decode[0].engine.allocate("good", 300)
+    decode[0].session.fetch(good, range(300), time.monotonic() + 20)
+    first = wait_for(decode[0].session.poll, (Loaded, LoadFailed))
+    assert (first.transfer_id, type(first)) == ("good", Loaded)
+
+
+def test_a_stage_that_raises_costs_only_its_segment(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv, names=("lossy",)), world.consumers(kv)
+    from kvserve_plugins.quantizers.uniform import Uniform
+
+    encode = Uniform.encode
+
+    def sometimes(self: Uniform, x: torch.Tensor, at: Region) -> object:
+        if at.plane == "k" and at.heads == (0,):
+            raise KeyError("a third party's bug")
+        return encode(self, x, at)
+
+    monkeypatch.setattr(Uniform, "encode", sometimes)
+    (event,) = load(decode, send(prefill, 300, "lossy"))
+    assert isinstance(event, Loaded)
+    (k_held, k_true), (v_held, v_true) = decode[0].engine.pairs("t", range(300), 300)
+    assert torch.equal(k_held[:, 0], k_true[:, 0])
+    assert not torch.equal(k_held[:, 1], k_true[:, 1])
+    assert not torch.equal(v_held[:, 0], v_true[:, 0])
 
 
 def test_expired_lease_fails_typed_on_both_sides(world: World) -> None:
@@ -446,7 +582,7 @@ def test_expired_lease_fails_typed_on_both_sides(world: World) -> None:
     loc = send(prefill, 300, "raw")
     failed = wait_for(prefill[0].session.poll, Failed)
     assert "lease" in failed.reason
-    assert prefill[0].session._held == 0
+    assert prefill[0].session.budget.held_bytes == 0
     (event,) = load(decode, loc)
     assert isinstance(event, LoadFailed)
     assert isinstance(event.error, LeaseLost)
