@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.chains import ChainSet
-from kvserve_core.errors import EscapeSegment, UnsupportedSpecError
+from kvserve_core.errors import EscapeSegment, KVServeError, UnsupportedSpecError
 from kvserve_core.payload import as_bytes, pack
 from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits, Lane, Planned, lanes, plan, planes_of
 from kvserve_core.profile import LOSSLESS_PLANES, PipelineSpec
@@ -36,8 +36,8 @@ from kvserve_core.wire import (
 )
 
 CPU = torch.device("cpu")
-LONGEST_NAME = "x" * 256
-"""Transfer ids and profile names up to this length are sure to fit in the header."""
+MAX_NAME = 256
+"""Transfer ids and profile names up to this many bytes are sure to fit in the header."""
 log = logging.getLogger(__name__)
 
 
@@ -78,13 +78,15 @@ class Pipeline:
         self.spec, self.kv, self.shard = spec, kv, shard
         self._chains, self._ids = chains, ids
         self._lanes = lanes(spec, kv, shard, self._traits)
+        if not self._lanes:
+            raise UnsupportedSpecError(f"this rank's layers {shard.layers} hold nothing of the model")
         for lane in self._lanes:
             _check_size(spec, lane)
             chains.bound(lane.chain.id, Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, 0, 1))
             chains.bound(RAW_CHAIN_ID, Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, 0, 1))
         places = [Region(a.group.id, a.plane.name, a.layers, a.heads, 0, 1) for a in self._lanes]
         self._tables, self._infos = tables(places), chains.infos
-        pack_header(self._header(LONGEST_NAME, MAX_TOKENS, MAX_SEGMENTS, 0, LONGEST_NAME))
+        pack_header(self._header("x" * MAX_NAME, MAX_TOKENS, MAX_SEGMENTS, 0, "x" * MAX_NAME))
 
     @classmethod
     def build(
@@ -184,7 +186,11 @@ class Pipeline:
         for draft in drafts:
             by_chain[draft.planned.chain].append(draft)
         for chain, members in by_chain.items():
-            encoded = iter(self._chains.codec(chain).encode([part for d in members for part in d.parts]))
+            parts = [part for d in members for part in d.parts]
+            results = self._chains.codec(chain).encode(parts)
+            if len(results) != len(parts):
+                raise KVServeError(f"a codec gave {len(results)} results for {len(parts)} parts")
+            encoded = iter(results)
             for draft in members:
                 draft.encoded = [next(encoded) for _ in draft.parts]
         return Launched(self, drafts)
@@ -231,9 +237,8 @@ def _extent(lane: Lane, total: int) -> Region:
 
 
 def _check_size(spec: PipelineSpec, lane: Lane) -> None:
-    if lane.group.unit == "state":
-        return
-    elements = len(lane.layers) * len(lane.heads) * spec.segment_tokens * lane.plane.dim
+    tokens = 1 if lane.group.unit == "state" else spec.segment_tokens
+    elements = len(lane.layers) * len(lane.heads) * tokens * lane.plane.dim
     if elements * lane.plane.dtype.itemsize > MAX_SEGMENT_BYTES:
         raise UnsupportedSpecError(
             f"a segment of plane {lane.plane.name!r} would hold {elements * lane.plane.dtype.itemsize} original bytes,"
@@ -257,4 +262,6 @@ def _key(spec: PipelineSpec, plane: Plane) -> Plane:
 
 def _blob(part: Part, encoded: Encoded, size: int) -> Buffer | None:
     """The coded bytes, or None when storing the codes as they stand is no larger."""
+    if not 0 <= size <= encoded.data.numel():
+        raise KVServeError(f"a codec says {size} bytes of a buffer of {encoded.data.numel()}")
     return as_bytes(encoded.data[:size].cpu()) if size < part.nbytes else None

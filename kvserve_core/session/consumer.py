@@ -56,6 +56,11 @@ class _Fetch:
     coverage: Coverage
     cancelled: threading.Event = field(default_factory=threading.Event)
     legs: dict[int, _Leg] = field(default_factory=dict)
+    _owner: threading.Lock = field(default_factory=threading.Lock)
+
+    def claim(self) -> bool:
+        """True for the one that ends this request: its thread, or ``poll`` when its deadline came first."""
+        return self._owner.acquire(blocking=False)
 
     def cancel(self) -> None:
         """Give up; a leg that waits for bytes ends at once."""
@@ -136,6 +141,10 @@ class Consumer:
 
     def poll(self) -> Sequence[ConsumerEvent]:
         """What ended since the last call. Never blocks."""
+        now = time.monotonic()
+        for job in list(self._active.values()):
+            if now > job.deadline and job.claim():
+                self._end(job, 0.0, _late(job))
         events = []
         while True:
             try:
@@ -152,18 +161,23 @@ class Consumer:
         self._leg_pool.shutdown(wait=True)
 
     def _run(self, job: _Fetch) -> None:
+        if not job.claim():
+            return
         started = time.perf_counter()
         error: Exception | None = None
         try:
             self._load(job)
         except Exception as caught:  # noqa: BLE001  # a failed load is reported; the engine recomputes
             error = caught
-        total_s = time.perf_counter() - started
+        except BaseException as caught:  # noqa: BLE001  # SystemExit in a scatter must not leave the engine waiting
+            error = TransferCancelled(f"the fetch of {job.loc.transfer_id!r} was interrupted: {caught!r}")
+        self._end(job, time.perf_counter() - started, error)
+
+    def _end(self, job: _Fetch, total_s: float, error: Exception | None) -> None:
         if isinstance(error, IntegrityError):
             self._discard(job)
-        reports = {i: _outcome(job, [leg], total_s, error) for i, leg in job.legs.items()}
         if job.legs:
-            self._release(job.loc, reports)
+            self._release(job.loc, {i: _outcome(job, [leg], total_s, error) for i, leg in job.legs.items()})
         outcome = _outcome(job, list(job.legs.values()), total_s, error)
         del self._active[job.loc.transfer_id]
         if error is None:
@@ -183,11 +197,17 @@ class Consumer:
             self._receive(job, first)
         finally:
             failures = [f.exception() for f in running]
+            self._fence()
         for failure in failures:
             if failure is not None:
                 raise failure
         _check(job)
         job.coverage.require_complete()
+
+    def _fence(self) -> None:
+        """What was scattered is in place: on a GPU the engine's stream may read it from here on."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _receive(self, job: _Fetch, index: int) -> None:
         _check(job)
@@ -278,7 +298,13 @@ def _check(job: _Fetch) -> None:
     if job.cancelled.is_set():
         raise TransferCancelled(f"the fetch of {job.loc.transfer_id!r} was cancelled here")
     if time.monotonic() > job.deadline:
-        raise TransferTimeout(f"the fetch of {job.loc.transfer_id!r} did not end by its deadline")
+        raise _late(job)
+
+
+def _late(job: _Fetch) -> TransferTimeout:
+    return TransferTimeout(
+        f"the fetch of {job.loc.transfer_id!r} did not end by its deadline; recompute, or allow more"
+    )
 
 
 def _outcome(job: _Fetch, legs: Sequence[_Leg], total_s: float, error: Exception | None) -> Outcome:

@@ -12,7 +12,14 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from kvserve_core.errors import ConfigError, KVServeError, TransportError, Unacceptable, did_you_mean
+from kvserve_core.errors import (
+    ConfigError,
+    KVServeError,
+    TransportError,
+    Unacceptable,
+    UnsupportedSpecError,
+    did_you_mean,
+)
 from kvserve_core.metrics import Counters
 from kvserve_core.peer import PeerInfo, acceptable
 from kvserve_core.pipeline import Pipeline
@@ -21,6 +28,8 @@ from kvserve_core.policy import Decision, Outcome
 from kvserve_core.session.budget import Budget
 from kvserve_core.session.events import Event, Failed, Freed, Gather, gather_region
 from kvserve_core.session.source import Source
+from kvserve_core.spec import Region
+from kvserve_core.tensor import TORCH
 from kvserve_core.transport import Endpoint, Released, Transport
 from kvserve_core.wire import Segment
 
@@ -58,6 +67,7 @@ class Producer:
         self._lease_s, self._batch_bytes = lease_s, batch_bytes
         self.counters = counters or Counters()
         self.budget = Budget(published_bytes_max)
+        self._closed = False
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
         self._events: queue.SimpleQueue[ProducerEvent] = queue.SimpleQueue()
@@ -79,6 +89,8 @@ class Producer:
             raise ConfigError(did_you_mean(decision.profile, self._pipelines, "profile"))
         if peer and (refusal := acceptable(pipeline.chains, pipeline.used_artefacts, peer)):
             raise Unacceptable(refusal.stages, refusal.detail)
+        if self._closed:
+            raise TransportError("this producer is closed; create a new one")
         source = Source(pipeline, transfer_id, total, decision.profile, decision.context.link)
         self._enter(source)
         try:
@@ -115,6 +127,7 @@ class Producer:
 
     def close(self) -> None:
         """Stop the encode thread and withdraw what is still published."""
+        self._closed = True
         self._jobs.put(None)
         for source in list(self._sources.values()):
             self._fail(source, "the producer is shutting down")
@@ -151,11 +164,22 @@ class Producer:
             if source.closed is not None:
                 return
             started = time.perf_counter()
-            data = [(p, gather_region(self._gather, source.transfer_id, p.at)) for p in batch]
+            data = [(p, self._gathered(source, p.at)) for p in batch]
             sealed = source.seal(self._segments(source.pipeline, data))
             source.add(sealed, time.perf_counter() - started)
         if source.complete and source.closed is None:
             self._complete(source)
+
+    def _gathered(self, source: Source, at: Region) -> Tensor:
+        x = gather_region(self._gather, source.transfer_id, at)
+        plane = source.pipeline.kv.group(at.group).plane(at.plane)
+        shape = (len(at.layers), len(at.heads), at.num_tokens, plane.dim)
+        if x.shape != shape or x.dtype != TORCH[plane.dtype]:
+            raise UnsupportedSpecError(
+                f"gather gave {tuple(x.shape)} {x.dtype} for {at}, expected {shape} {TORCH[plane.dtype]} in the order"
+                " layer, head, token, dim"
+            )
+        return x
 
     def _batches(self, source: Source, planned: Sequence[Planned]) -> list[list[Planned]]:
         batches: list[list[Planned]] = []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from kvserve_core.errors import ConfigError, FrameError, PeerLost, TransferTimeout
-from kvserve_core.pipeline import Pipeline
+from kvserve_core.pipeline import MAX_NAME, Pipeline
 from kvserve_core.plan import Planned
 from kvserve_core.policy import Outcome
 from kvserve_core.spec import Region
@@ -24,6 +24,10 @@ class Source:
     def __init__(self, pipeline: Pipeline, transfer_id: str, total: int, profile: str, link: str) -> None:
         if total < 1:
             raise ConfigError(f"transfer {transfer_id!r} has {total} tokens; at least 1 is needed")
+        if not 1 <= len(transfer_id.encode()) <= MAX_NAME:
+            raise ConfigError(
+                f"transfer id {transfer_id[:32]!r} has {len(transfer_id)} characters; use 1 to {MAX_NAME}"
+            )
         self.pipeline, self.transfer_id, self.link = pipeline, transfer_id, link
         self.raw_bytes = pipeline.raw_bytes(total)
         self.address = ""

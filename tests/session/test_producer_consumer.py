@@ -18,6 +18,7 @@ from kvserve_core.errors import (
     StoreFull,
     TransferCancelled,
     TransferTimeout,
+    TransportError,
     Unacceptable,
 )
 from kvserve_core.pipeline import Pipeline
@@ -598,6 +599,67 @@ def test_bad_requests_are_refused_with_the_reason(world: World) -> None:
     loc = Locator("t", 10, (Endpoint("memory://nowhere", whole(kv)),), "raw")
     with pytest.raises(ConfigError, match="tokens 5-11 of a transfer of 10"):
         consumer.fetch(loc, range(5, 11), time.monotonic() + 1)
+
+
+def test_an_expired_fetch_that_never_got_a_thread_is_reported(world: World) -> None:
+    kv = dense()
+    prefill = world.producers(kv)
+    side = world.consumers(kv)[0]
+    slow = Consumer(kv, whole(kv), lambda _: side.transport, side.engine.scatter, threads=1)
+    stuck = send(prefill, 512, "raw", (range(256),), tid="stuck")
+    good = send(prefill, 300, "raw", tid="good")
+    try:
+        for loc, seconds in ((stuck, 3.0), (good, 0.2)):
+            side.engine.allocate(loc.transfer_id, loc.num_tokens)
+            slow.fetch(loc, range(loc.num_tokens), time.monotonic() + seconds)
+        first = wait_for(slow.poll, (Loaded, LoadFailed), 2.5)
+        assert (first.transfer_id, type(first)) == ("good", LoadFailed)
+        assert isinstance(first.error, TransferTimeout)
+    finally:
+        slow.close()
+
+
+def test_an_exit_in_a_scatter_still_ends_the_fetch(world: World) -> None:
+    kv = dense()
+    side = world.consumers(kv)[0]
+
+    def leave(*_: object) -> None:
+        raise SystemExit(3)
+
+    consumer = Consumer(kv, whole(kv), lambda _: side.transport, leave)
+    try:
+        consumer.fetch(send(world.producers(kv), 300, "raw"), range(300), time.monotonic() + 20)
+        event = wait_for(consumer.poll, (Loaded, LoadFailed))
+        assert isinstance(event, LoadFailed)
+        assert "SystemExit" in str(event.error)
+    finally:
+        consumer.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda x: x.transpose(1, 2), lambda x: x[:, :, :-1], lambda x: x.float()],
+    ids=["NHD", "short", "dtype"],
+)
+def test_a_gather_of_the_wrong_shape_fails_its_request(world: World, wrong: object) -> None:
+    kv = dense()
+    side = world.producers(kv)[0]
+    side.session._gather = lambda tid, at: wrong(side.engine.gather(tid, at))
+    send([side], 300, "raw")
+    failed = wait_for(side.session.poll, Failed)
+    assert "gather gave" in failed.reason
+
+
+def test_closed_sessions_say_so(world: World) -> None:
+    kv = dense()
+    producer, consumer = world.producers(kv)[0].session, world.consumers(kv)[0].session
+    loc = Locator("t", 10, (Endpoint("memory://nowhere", whole(kv)),), "raw")
+    producer.close()
+    consumer.close()
+    with pytest.raises(TransportError, match="closed"):
+        producer.open("t", 10, decision("raw"))
+    with pytest.raises(TransferCancelled, match="closed"):
+        consumer.fetch(loc, range(10), time.monotonic() + 1)
 
 
 def test_no_thread_is_left_behind() -> None:
