@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvserve-installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test check unit golden docs clean
+.PHONY: help venv demo test check unit docs clean
 help:
 	@echo "make venv | demo | test (check + unit) | check (lint, types, layers) | unit (pytest) | docs | clean"
 
@@ -35,6 +35,10 @@ check: venv
 
 unit: venv
 	$(BIN)/python -m pytest
+
+docs: venv  # the generated pages; tests fail when they are out of date
+	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/generate_components.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
