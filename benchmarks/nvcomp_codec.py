@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import triton
-from nvcomp_ans import library
 from nvcomp_probes import (
     MiB,
     behind_sleep,
@@ -31,6 +30,8 @@ from nvcomp_probes import (
     python_api,
     two_launches,
 )
+
+from kvserve_plugins.kernels.nvcomp_api import library
 
 CASES = [(32, 256), (64, 1024), (256, 256), (64, 2048), (1024, 256), (128, 2048)]  # segments, KiB of codes in each
 

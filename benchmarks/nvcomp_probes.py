@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from nvcomp_ans import NvcompANS
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -18,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from kvserve_core.artefacts import NONE
 from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, Region
 from kvserve_core.tensor import Encoded, Part
+from kvserve_plugins.codecs.nvcomp import NvcompANS
 
 MiB, CUDA, SLEEP = 2**20, torch.device("cuda"), 100_000_000
 SPEC = KVSpec("bench", (LayerGroup(0, tuple(range(32)), (PlaneSpec("k", 8, (PlanePart("k", 128),), DType.BF16),)),))

@@ -39,14 +39,28 @@ COMMANDS: dict[str, Command] = {
     "schema": Command("kvserve_core.cli.schema:schema", "Print the JSON schema of a pipeline of installed components."),
     "doctor": Command("kvserve_core.cli.doctor:doctor", "Check this installation and say where each setting is from."),
     "inspect": Command("kvserve_core.cli.frames:inspect", "Summarise a frame file and verify its digests."),
+    "library": Command(
+        "kvserve_core.cli.library:library",
+        "Show or validate a profile library, or import files of the KVServe reference implementation.",
+    ),
     "demo": Command(
         "kvserve_hf.commands:demo",
         "Serve a real model from two processes over links of four speeds, compressed as the controller decides.",
         "kvserve[hf]",
     ),
+    "bench": Command(
+        "kvserve_hf.bench.commands:bench",
+        "Measure ratio against quality of pipelines on a model: real frames, pinned texts, tasks with one right answer.",
+        "kvserve[hf]",
+    ),
     "measure": Command(
         "kvserve_hf.commands:measure",
         "Measure ratio, speed and quality of named pipelines on a model, and write them as a profile library.",
+        "kvserve[hf]",
+    ),
+    "calibrate": Command(
+        "kvserve_hf.calibrate.commands:calibrate",
+        "Make a calibrated file from a model and texts; run the same command again to go on after an interruption.",
         "kvserve[hf]",
     ),
 }

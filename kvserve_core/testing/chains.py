@@ -15,7 +15,7 @@ from kvserve_core.profile import Chain, PipelineSpec
 from kvserve_core.spec import DType, KVSpec, Region, Shard, whole
 from kvserve_core.tensor import TORCH
 from kvserve_core.testing.cases import case, dtypes, made, plane
-from kvserve_core.testing.data import model
+from kvserve_core.testing.data import model, sparse
 from kvserve_core.testing.subject import Subject, require
 from kvserve_core.wire import FrameHeader, Segment
 
@@ -94,7 +94,8 @@ def content(subject: Subject, kv: KVSpec, at: Region) -> Tensor:
     """The values of a region: a function of the region alone."""
     count = kv.group(at.group).plane(at.plane).num_heads
     full = made(subject, "normal", kv, replace(at, heads=tuple(range(count))))
-    return full[:, list(at.heads)].contiguous().to(subject.device)
+    mine = full[:, list(at.heads)].contiguous().to(subject.device)
+    return sparse(mine) if subject.kind == "codec" else mine
 
 
 def decoder(subject: Subject, made: Frame) -> Decoder:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from kvserve_core.tensor import TORCH
 from kvserve_core.testing.cases import whole_tokens
 from kvserve_core.testing.chains import model_for, pipeline_spec
 from kvserve_core.testing.check import STAGES, check
-from kvserve_core.testing.data import recipe
+from kvserve_core.testing.data import recipe, sparse
 from kvserve_core.testing.subject import Subject, require
 from kvserve_core.wire import Codebook
 
@@ -46,7 +47,8 @@ def stem(subject: Subject, version: int) -> str:
 
 def command(subject: Subject, folder: Path) -> str:
     """The command that writes the missing frame."""
-    return f"kvserve check {subject.name} --kind {subject.kind} --golden {folder} --write-golden"
+    config = f" --config '{json.dumps(dict(subject.configuration))}'" if subject.configuration else ""
+    return f"kvserve check {subject.name} --kind {subject.kind}{config} --golden {folder} --write-golden"
 
 
 def folder_of(subject: Subject) -> Path:
@@ -72,7 +74,7 @@ def write(subject: Subject) -> Path | None:
     pipeline = Pipeline.build(spec, kv, whole(kv), subject.device, subject.registry, subject.artefacts)
     header, planned = pipeline.header("golden", whole_tokens(subject.caps, TOKENS), "golden")
     header = msgspec.structs.replace(header, nonce=NONCE)
-    batch = [(p, (subject.sample or _input)(p.at, kv).to(subject.device)) for p in planned]
+    batch = [(p, _input(subject, p.at, kv).to(subject.device)) for p in planned]
     segments = pipeline.encode(batch)
     for digest in sorted(pipeline.used_artefacts):
         (folder / f"{digest}.artefact").write_bytes(subject.artefacts.read(digest))
@@ -84,10 +86,12 @@ def write(subject: Subject) -> Path | None:
     return path
 
 
-def _input(at: Region, kv: KVSpec) -> Tensor:
+def _input(subject: Subject, at: Region, kv: KVSpec) -> Tensor:
+    if subject.sample:
+        return subject.sample(at, kv)
     found = kv.group(at.group).plane(at.plane)
-    x = recipe(at, found.dim)
-    return x.to(TORCH[found.dtype])
+    x = recipe(at, found.dim).to(TORCH[found.dtype])
+    return sparse(x) if subject.kind == "codec" else x
 
 
 @check(*STAGES, when=has_folder)

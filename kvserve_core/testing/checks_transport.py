@@ -24,6 +24,8 @@ LEASE_S, PATIENCE_S = 60.0, 30.0
 class Source:
     """``count`` sealed segments of ``size`` bytes: cell ``i // 2`` of layer ``i % 2``."""
 
+    complete = True
+
     def __init__(self, key: str, count: int = 6, size: int = 1000) -> None:
         self.plan: Sequence[Region] = [
             Region(0, "k", (i % 2,), (0,), i // 2 * 256, i // 2 * 256 + 256) for i in range(count)

@@ -17,13 +17,27 @@ Scores = tuple[tuple[float, ...], ...]
 def low_heads(scores: Scores, low_ratio: float) -> NDArray[np.bool_]:
     """``[L, H]``: True for the ``round(low_ratio * L * H)`` (half up) lowest scores over all layers and heads.
 
-    Equal scores rank by layer, then head. Rounding is decimal: 0.145 of 100 heads are 15, on every machine.
+    Equal scores rank by layer, then head.
     """
     table = np.asarray(scores, np.float64)
-    count = int((Decimal(str(low_ratio)) * table.size).to_integral_value(ROUND_HALF_UP))
     low = np.zeros(table.size, np.bool_)
-    low[np.argsort(table, axis=None, kind="stable")[:count]] = True
+    low[np.argsort(table, axis=None, kind="stable")[: low_count(low_ratio, table.size)]] = True
     return low.reshape(table.shape)
+
+
+def low_layers(scores: Scores, low_ratio: float) -> NDArray[np.bool_]:
+    """``[L]``: True for the ``round(low_ratio * L)`` layers with the lowest mean score; equal ones from the first."""
+    return low_heads(tuple((float(np.mean(row)),) for row in scores), low_ratio)[:, 0]
+
+
+def last_layers(count: int, low_ratio: float) -> NDArray[np.bool_]:
+    """``[count]``: True for the last ``round(low_ratio * count)``."""
+    return np.arange(count) >= count - low_count(low_ratio, count)
+
+
+def low_count(low_ratio: float, of: int) -> int:
+    """``round(low_ratio * of)``, half up, in decimal: 0.145 of 100 are 15, on every machine."""
+    return int((Decimal(str(low_ratio)) * of).to_integral_value(ROUND_HALF_UP))
 
 
 def rectangles(chosen: NDArray[np.bool_]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvserve_core.cli import components, doctor, main, schema, show
+from kvserve_core.cli import check, components, doctor, main, schema, show
 from kvserve_core.registry import Registry, locate
 from plugin_folders import Fakes, forget
 
@@ -48,7 +48,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     def use(*names: str, disabled: str = "") -> None:
         registry = Registry(fakes.load(*names, built_ins=True, disabled=disabled))
-        for module in (components, doctor, schema, show):
+        for module in (check, components, doctor, schema, show):
             monkeypatch.setattr(module, "default_registry", lambda: registry)
 
     yield use

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def test_the_table_takes_brackets_literally_and_counts(kvserve: Run, install: In
     done = kvserve("list-components", "--kind", "codec")
     assert "acme-good[fpga]" in done.out
     assert "Run-length codes." in done.out
-    assert "1 unavailable, 1 broken" in done.out
+    assert re.search(r"[1-9]\d* unavailable, 1 broken", done.out)  # built-ins that need a GPU are among them
     assert "\x1b" not in done.out
 
 

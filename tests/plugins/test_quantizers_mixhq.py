@@ -171,5 +171,5 @@ def test_a_frame_with_too_few_streams_is_refused() -> None:
     x, at = values("normal", DType.BF16, 17, 64), place(17)
     stage = bind(mixhq(), model(), at)
     q = stage.encode(x, at)
-    with pytest.raises(FrameError, match="5 streams, the head classes here have 6"):
+    with pytest.raises(FrameError, match="5 streams, the classes here have 6"):
         stage.decode(Quantized(q.parts[:-1], q.params, q.shape), at)

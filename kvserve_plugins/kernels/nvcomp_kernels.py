@@ -1,4 +1,4 @@
-"""The Triton kernels around nvCOMP: chunks to one blob a part, the way back, and which parts decoded.
+"""The Triton kernels around nvCOMP: chunks to one blob a part, the way back, and which parts decoded. Needs a GPU.
 
 ``plan`` is an i64 table of ``chunks`` columns, the same for every batch of these lengths: bytes of the chunk, its slot,
 its bound, the first chunk of its part, chunks of its part, its part, where the part's blob begins, the blob's capacity.

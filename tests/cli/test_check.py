@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve_core.cli import check as module
+
+Run = Callable[..., Any]
+Install = Callable[..., None]
+
+
+def test_a_line_for_each_check(kvserve: Run) -> None:
+    done = kvserve("check", "raw")
+    assert done.code == 0
+    assert "codec raw" in done.out
+    assert "round_trip" in done.out
+    assert done.out.rstrip().endswith("0 skipped, 0 failed")
+
+
+def test_as_json(kvserve: Run) -> None:
+    done = kvserve("check", "identity", "--kind", "quantizer", "--only", "summary", "--json")
+    assert done.code == 0
+    assert done.json == {
+        "kind": "quantizer",
+        "name": "identity",
+        "configuration": {},
+        "checks": [
+            {
+                "check": "summary",
+                "status": "ok",
+                "detail": "The manifest's summary is the first docstring line of the class, one short sentence.",
+            }
+        ],
+    }
+
+
+def test_what_fails_says_why_and_exits_with_1(kvserve: Run, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("good")
+    done = kvserve("check", "acme.rle", "--config", '{"label": "x"}', "--json")
+    assert done.code == 1
+    failed = {c["check"]: c["detail"] for c in done.json["checks"] if c["status"] == "failed"}
+    assert "RuntimeError" in failed["corruption"]
+    assert "raise FrameError" in failed["corruption"]
+
+
+def test_a_configuration_that_is_not_one(kvserve: Run) -> None:
+    for text, said in (
+        ("{", "is not JSON"),
+        ("[1]", "expected a JSON object"),
+        ('{"lewel": 1}', "did you mean 'level'"),
+    ):
+        done = kvserve("check", "zstd", "--config", text)
+        assert done.code == 2
+        assert said in done.err
+
+
+def test_a_required_field_is_asked_for(kvserve: Run) -> None:
+    done = kvserve("check", "static")
+    assert done.code == 2
+    assert "profile" in done.err
+    assert "pass --config JSON" in done.err
+    assert kvserve("check", "static", "--config", '{"profile": "raw"}').code == 0
+
+
+def test_names_that_do_not_exist(kvserve: Run) -> None:
+    assert "did you mean 'zstd'" in kvserve("check", "zst").err
+    assert "add '--kind transform' or '--kind quantizer'" in kvserve("check", "identity").err
+    done = kvserve("check", "zstd", "--only", "nothing")
+    assert done.code == 2
+    assert "no check of a codec is called 'nothing'" in done.err
+
+
+def test_golden_frames(kvserve: Run, tmp_path: Path) -> None:
+    arguments = ("check", "hadamard", "--only", "golden_frames", "--golden", str(tmp_path))
+    assert kvserve(*arguments).code == 1
+    written = kvserve(*arguments, "--write-golden")
+    assert written.code == 0
+    assert "transform-hadamard@1.kv" in written.out
+    assert "never rewritten" in kvserve(*arguments, "--write-golden").out
+    assert kvserve(*arguments, "--json").json["checks"][0]["status"] == "ok"
+
+
+def test_files_of_a_library(kvserve: Run) -> None:
+    library = Path(module.__file__).parents[2] / "adapters/transformers/kvserve_hf/smollm2-135m.kvlib"
+    assert kvserve("check", "raw", "--only", "summary", "--library", str(library)).code == 0
+    assert kvserve("check", "raw", "--library", "nothing.kvlib").code == 2

@@ -1,0 +1,103 @@
+"""How each built-in component is put through the conformance kit: configurations, bounds and calibrated files.
+
+A component that is not named here is checked in its default configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvserve_core.artefacts import Artefacts
+from kvserve_core.component import Kind
+from kvserve_core.registry import default_registry
+from kvserve_core.testing import Subject
+from plugins import klt_files
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "components"
+KINDS: tuple[Kind, ...] = ("transform", "quantizer", "codec", "transport", "policy")
+SCORES = [[0.1, 0.9, 0.2, 0.8], [0.7, 0.3, 0.6, 0.4], [0.5, 0.05, 0.95, 0.15]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Configurations to check, a promised error, and the files and the model that calibrated components are for.
+
+    calibrated: makes what a calibrated component needs: ``configuration`` and fields of :class:`Subject`.
+    """
+
+    configurations: tuple[Mapping[str, Any] | None, ...] = (None,)
+    max_error: Callable[[Any, Any], Any] | None = None
+    calibrated: Callable[[], dict[str, Any]] | None = None
+
+
+def klt() -> dict[str, Any]:
+    """A basis per head over all layers of a small model, and values like those it is made of."""
+    model, source = klt_files.model(), klt_files.Source()
+    layers = model.groups[0].layers
+    artefacts = Artefacts()
+    digest = artefacts.add(source.file([(layers, (head,)) for head in range(klt_files.HEADS)]))
+    return {
+        "configuration": {"basis": digest},
+        "artefacts": artefacts,
+        "model": model,
+        "plane": "kv",
+        "sample": source.values,
+    }
+
+
+SETUPS: dict[tuple[Kind, str], Setup] = {
+    ("transform", "hadamard"): Setup(max_error=lambda x, _: 2e-6 * x.norm(dim=-1, keepdim=True)),
+    ("transform", "klt"): Setup(calibrated=klt),
+    ("quantizer", "uniform"): Setup(
+        (
+            *({"axis": axis} for axis in ("channel", "token", "token_head", "tensor", "group")),
+            {"levels": 1000, "param_dtype": "f32", "axis": "token_head"},
+            {"levels": 12, "axis": "group", "group_size": 40},
+        )
+    ),
+    ("quantizer", "mixhq"): Setup(
+        (
+            {"scores": SCORES},
+            {"scores": SCORES, "low": None},
+            {"scores": SCORES, "high": "bitplane", "low": "identity"},
+        )
+    ),
+    ("codec", "zstd"): Setup((None, {"level": 1})),
+    ("policy", "static"): Setup(({"profile": "lossless"},)),
+}
+
+
+class Row(NamedTuple):
+    """A component in one of its configurations."""
+
+    kind: Kind
+    name: str
+    index: int
+
+
+def built_ins() -> list[tuple[Kind, str]]:
+    """What kvserve comes with, of the kinds that the kit knows."""
+    manifests = default_registry().manifests.items()
+    return [key for key, manifest in manifests if manifest.provider.built_in and key[0] in KINDS]
+
+
+def rows() -> list[Row]:
+    """Every built-in in every configuration to be checked."""
+    return [Row(*key, i) for key in built_ins() for i in range(len(SETUPS.get(key, Setup()).configurations))]
+
+
+def subject(row: Row, folder: Path | None = None) -> Subject:
+    """The component as the kit takes it. ``folder``: for a transport that needs one."""
+    setup = SETUPS.get((row.kind, row.name), Setup())
+    more: dict[str, Any] = setup.calibrated() if setup.calibrated else {}
+    configuration = more.pop("configuration", setup.configurations[row.index])
+    if (row.kind, row.name) == ("transport", "file"):
+        configuration = {"path": str(folder)}
+    if setup.max_error is not None:
+        more["max_error"] = setup.max_error
+    if row.index == 0 and row.kind in ("transform", "quantizer", "codec"):
+        more["golden"] = GOLDEN
+    return Subject.of(row.kind, row.name, configuration, **more)
