@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,9 +11,12 @@ from typing import Literal
 from kvserve_core.errors import LeaseLost, PeerLost, TransportError
 from kvserve_core.policy import Outcome
 from kvserve_core.transport import Released, SegmentSource
+from kvserve_plugins.transports._reports import plausible
 
 MAX_LEASE_S = 24 * 3600.0
 """A consumer may not hold a producer's memory longer than this with one renewal."""
+MAX_SHARES = 4096
+log = logging.getLogger(__name__)
 Ended = Literal["released", "expired", "withdrawn"]
 
 
@@ -22,7 +26,9 @@ class Offer:
     def __init__(self, key: str, source: SegmentSource, lease_s: float, clock: Callable[[], float]) -> None:
         self.key, self.source, self._lease_s, self._clock = key, source, lease_s, clock
         self.expires = clock() + lease_s
-        self.shares: set[tuple[int, int]] = set()
+        self.count = 0
+        """How many shares there are, as the first of them says."""
+        self.shares: set[int] = set()
         self.reports: list[Outcome] = []
         self.ended: Ended | None = None
         self.reason = ""
@@ -30,6 +36,22 @@ class Offer:
     def used(self) -> None:
         """A consumer took something, so the lease starts over: a slow link does not end it."""
         self.expires = max(self.expires, self._clock() + self._lease_s)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the source is; one that cannot say does not hold up the lease."""
+        try:
+            return self.source.complete
+        except Exception:
+            log.exception("the source of %r does not say whether it is complete", self.key)
+            return True
+
+    def close(self) -> None:
+        """Close the source, which may fail for itself only."""
+        try:
+            self.source.close(self.reason or "released by every share")
+        except Exception:
+            log.exception("closing the source of %r failed", self.key)
 
     def failure(self) -> TransportError:
         """What a fetch of an offer that ended raises."""
@@ -84,17 +106,26 @@ class Leases:
             offer.expires = max(offer.expires, self._clock() + lease_s)
 
     def release(self, key: str, share: tuple[int, int], report: Outcome | None) -> None:
-        """Share ``i`` of ``n`` is done. Repeats and unknown keys change nothing."""
+        """Share ``i`` of ``n`` is done. Repeats and unknown keys change nothing, absurd reports are dropped.
+
+        Raises:
+            TransportError: no such share, or another number of shares than the first one gave.
+        """
         index, count = share
-        if not 0 <= index < count:
-            raise TransportError(f"share {index} of {count} does not exist; shares are numbered from 0")
+        if not 0 <= index < count <= MAX_SHARES:
+            raise TransportError(
+                f"share {index} of {count} does not exist; shares are numbered from 0, at most {MAX_SHARES}"
+            )
         with self._lock:
             offer = self._offers.get(key)
-            if offer is None or share in offer.shares:
+            if offer is None or index in offer.shares:
                 return
-            offer.shares.add(share)
-            offer.reports += [report] if report is not None else []
-            done = sum(n == count for _, n in offer.shares) == count
+            if offer.count not in (0, count):
+                raise TransportError(f"share {index} of {count}, but {key!r} is shared by {offer.count}")
+            offer.count = count
+            offer.shares.add(index)
+            offer.reports += plausible(report)
+            done = len(offer.shares) == count
         if done:
             self._end(key, "released", "")
 
@@ -112,7 +143,7 @@ class Leases:
         now = self._clock()
         with self._lock:
             for offer in self._offers.values():
-                if not offer.source.complete:  # its producer is still at work and ends it, if need be
+                if not offer.complete:  # its producer is still at work and ends it, if need be
                     offer.used()
             late = [o.key for o in self._offers.values() if o.expires <= now]
             upcoming = min((o.expires for o in self._offers.values() if o.expires > now), default=float("inf"))
@@ -134,8 +165,8 @@ class Leases:
                 return
             del self._offers[key]
             offer.reason, offer.ended = reason, how
-            self._ended.append(Released(key, reason, tuple(offer.reports)))
-        offer.source.close(reason or "released by every share")
+            self._ended.append(Released(key, reason, tuple(offer.reports), offer.source))
+        offer.close()
 
 
 def checked_lease(lease_s: float) -> float:

@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvserve_core import wire
-from kvserve_core.errors import TransferCancelled, TransferTimeout, Unacceptable
+from kvserve_core.errors import PeerLost, TransferCancelled, TransferTimeout, TransportError, Unacceptable
 from kvserve_core.peer import PeerInfo, Refusal, acceptable
-from kvserve_core.spec import Region, covering
+from kvserve_core.spec import Region
 from kvserve_core.transport import DeliveryStats, Selection
 from kvserve_core.wire import FrameHeader, Sealed
+from kvserve_plugins.transports._selection import check_size, covering
+
+MAX_KEY = 1024
 
 
 def refusal(header: FrameHeader, peer: PeerInfo) -> Refusal | None:
@@ -29,16 +32,55 @@ def select(header: FrameHeader, plan: Sequence[Region], want: Selection) -> list
     """Indices of the smallest set of whole segments that covers ``want``.
 
     Raises:
-        Unacceptable: the peer cannot decode the frame.
+        Unacceptable: the peer cannot decode the frame. TransportError: more regions than are served at once.
     """
+    check_size(want.regions)
     if no := refusal(header, want.peer):
         raise Unacceptable(no.stages, no.detail)
     return covering(plan, want.regions)
 
 
+def checked_key(key: str) -> str:
+    """``key``, where it can name a transfer on every transport.
+
+    Raises:
+        TransportError: it is not Unicode text (lone surrogates), or too long.
+    """
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise TransportError(f"the key {key!r} is not valid Unicode text; use another transfer id") from None
+    if len(key) > MAX_KEY:
+        raise TransportError(f"a key of {len(key)} characters ({key[:40]!r}...); at most {MAX_KEY} are allowed")
+    return key
+
+
 def timed_out(what: str, key: str, seconds: float) -> TransferTimeout:
     """The one wording of a passed deadline."""
     return TransferTimeout(f"no answer from {what} for {key!r} after {seconds:.3g} s; recompute, or allow more time")
+
+
+def checked_segment(got: object, index: int) -> Sealed:
+    """What a source gave for segment ``index``, where it is that.
+
+    Raises:
+        TransportError: it is something else.
+    """
+    if not isinstance(got, Sealed) or got.index != index:
+        raise TransportError(f"the source gave {type(got).__name__} for segment {index}, expected that segment sealed")
+    for part in (got.head, got.body):
+        if not isinstance(part, bytes | bytearray) and not (isinstance(part, memoryview) and _is_plain(part)):
+            raise TransportError(f"head or body of segment {index} is {type(part).__name__}, expected contiguous bytes")
+    return got
+
+
+def _is_plain(view: memoryview) -> bool:
+    return view.contiguous and view.ndim == 1 and view.itemsize == 1
+
+
+def failed_source(key: str, error: BaseException) -> PeerLost:
+    """What the consumer is told of a source that raised something of its own."""
+    return PeerLost(f"the source of {key!r} failed: {type(error).__name__}: {error}")
 
 
 def cancelled(key: str) -> TransferCancelled:

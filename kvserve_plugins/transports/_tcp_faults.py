@@ -61,7 +61,9 @@ class Faults:
 
 
 def corrupted(sealed: Sealed) -> Sealed:
-    """A copy with one bit of the body turned over."""
+    """A copy with one bit of the body turned over, if it has any."""
+    if not len(sealed.body):
+        return sealed
     body = bytearray(sealed.body)
     body[len(body) // 2] ^= 1
     return Sealed(sealed.index, sealed.head, body)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from kvserve_core.component import ComponentConfig
-from kvserve_core.errors import PeerLost, TransferTimeout, TransportError
+from kvserve_core.errors import KVServeError, PeerLost, TransferTimeout, TransportError
 from kvserve_core.policy import Outcome
 from kvserve_core.transport import Delivery, Released, SegmentSource, Selection, Transport
 from kvserve_core.wire import Sealed
 from kvserve_plugins.transports._leases import Leases, Offer
-from kvserve_plugins.transports._serving import LocalDelivery, select, timed_out
+from kvserve_plugins.transports._serving import LocalDelivery, checked_key, checked_segment, failed_source, select, timed_out
 
 SCHEME = "memory://"
 _publishers: dict[str, Memory] = {}
@@ -56,12 +56,12 @@ class Memory(Transport):
     def publish(self, key: str, source: SegmentSource, lease_s: float) -> str:
         """Offer ``source`` to this process."""
         address = self.address
-        self._leases.add(key, source, lease_s)
+        self._leases.add(checked_key(key), source, lease_s)
         return address
 
     def fetch(self, address: str, key: str, want: Selection, deadline: float) -> Delivery:
         """The segments, as the source has them."""
-        offer = _publisher(address)._leases.get(key)
+        offer = _publisher(address)._leases.get(checked_key(key))
         source, started = offer.source, time.monotonic()
         indices = select(source.header, source.plan, want)
         return LocalDelivery(source.header, indices, lambda i: _get(offer, i, deadline, address, started), waits=True)
@@ -103,10 +103,14 @@ def _get(offer: Offer, index: int, deadline: float, address: str, started: float
     if offer.ended:
         raise offer.failure()
     try:
-        sealed = offer.source.get(index, deadline)
+        sealed = checked_segment(offer.source.get(index, deadline), index)
         offer.used()
         return sealed
     except TransferTimeout as error:
         raise timed_out(f"the producer at {address}", offer.key, time.monotonic() - started) from error
     except TransportError as error:
         raise (offer.failure() if offer.ended else error) from error
+    except KVServeError:
+        raise
+    except Exception as error:
+        raise failed_source(offer.key, error) from error

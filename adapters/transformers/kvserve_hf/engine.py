@@ -47,7 +47,7 @@ class Engine:
         self._held: dict[str, KVBuffer] = {}
         # transformers renamed 'past_key_values' to 'cache' in 5.x and warns on the old name.
         names = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self.cache_argument = "cache" if "cache" in names else "past_key_values"
 
     @classmethod
     def load(cls, folder: str | Path, dtype: str = "float32", kv_dtype: DType = DType.BF16) -> Engine:
@@ -179,7 +179,7 @@ class Engine:
         return logits
 
     def _forward(self, cache: KVCache, ids: Sequence[int], keep: int) -> Tensor:
-        given: dict[str, Any] = {self._cache_argument: cache}
+        given: dict[str, Any] = {self.cache_argument: cache}
         with torch.inference_mode():
             out = self.model(torch.tensor([list(ids)]), use_cache=True, logits_to_keep=keep, **given)
         return torch.as_tensor(out.logits[0]).float()

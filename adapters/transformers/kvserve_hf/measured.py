@@ -14,11 +14,13 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 import kvserve_core
+from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.errors import ConfigError
 from kvserve_core.library import DEFAULT_WORKLOAD, EXACT, Profile, ProfileLibrary, QualityRecord
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import PipelineSpec
 from kvserve_core.spec import whole
+from kvserve_hf.bench.pipelines import Calibrated, filled
 from kvserve_hf.engine import Engine
 from kvserve_hf.measure import PROMPT_TOKENS, Bench
 from kvserve_hf.quality import Quality
@@ -38,15 +40,19 @@ class Measured:
     quality: Quality
 
 
-def read_pipelines(path: Path) -> dict[str, PipelineSpec]:
+def read_pipelines(path: Path, calibrated: Calibrated | None = None) -> dict[str, PipelineSpec]:
     """``{"name": {pipeline spec}}`` from a JSON file.
+
+    ``{"$artefact": "klt-head-15"}`` in a spec stands for the hash of that calibrated file.
 
     Raises:
         ConfigError: it cannot be read, or a field is wrong; the message starts with the field's path.
+        ArtefactError: a calibrated file that is not there.
     """
     try:
-        return TypeAdapter(dict[str, PipelineSpec]).validate_json(path.read_bytes())
-    except OSError as error:
+        raw = filled(json.loads(path.read_bytes()), {}, calibrated or Calibrated())
+        return TypeAdapter(dict[str, PipelineSpec]).validate_python(raw)
+    except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
@@ -58,13 +64,19 @@ def measure_library(
     pipelines: Mapping[str, PipelineSpec],
     texts: Sequence[LoadedText],
     progress: Progress | None = None,
+    artefacts: Artefacts = NONE,
 ) -> tuple[ProfileLibrary, list[Measured]]:
-    """Measure ``raw``, ``lossless`` and the given pipelines. ``progress(name, texts done, of)``."""
+    """Measure ``raw``, ``lossless`` and the given pipelines. ``progress(name, texts done, of)``.
+
+    The library holds those of the ``artefacts`` that its profiles read.
+    """
     bench = Bench(engine, tokens(texts, engine.tokenize))
+    every = dict(EXACT) | dict(pipelines)
     try:
-        found = [_measure(engine, bench, n, s, progress) for n, s in (dict(EXACT) | dict(pipelines)).items()]
+        found = [_measure(engine, bench, name, spec, progress, artefacts) for name, spec in every.items()]
     finally:
         bench.close()
+    used = {digest for m in found for digest in m.profile.artefacts}
     library = ProfileLibrary(
         model_id=engine.spec.model_id,
         fingerprint=engine.spec.fingerprint,
@@ -73,14 +85,16 @@ def measure_library(
         provenance=_provenance(texts),
         profiles=tuple(m.profile for m in found),
     )
-    return library, found
+    return library.with_artefacts(Artefacts({digest: artefacts.read(digest) for digest in sorted(used)})), found
 
 
-def _measure(engine: Engine, bench: Bench, name: str, spec: PipelineSpec, progress: Progress | None) -> Measured:
-    pipeline = Pipeline.build(spec, engine.spec, whole(engine.spec), path=f"profiles.{name}")
-    roundtrip = FrameRoundtrip(pipeline)
+def _measure(
+    engine: Engine, bench: Bench, name: str, spec: PipelineSpec, progress: Progress | None, artefacts: Artefacts
+) -> Measured:
+    pipeline = Pipeline.build(spec, engine.spec, whole(engine.spec), artefacts=artefacts, path=f"profiles.{name}")
+    roundtrip = FrameRoundtrip(pipeline, artefacts)
     quality = bench.run(roundtrip, lambda done, of: progress(name, done, of) if progress else None)
-    encode, decode = measure_speed(pipeline, lambda at: engine.gather(bench.keys[0], at))
+    encode, decode = measure_speed(pipeline, lambda at: engine.gather(bench.keys[0], at), artefacts)
     record = QualityRecord(
         value=quality.value,
         lower=min(quality.lower, quality.value),
@@ -99,6 +113,7 @@ def _measure(engine: Engine, bench: Bench, name: str, spec: PipelineSpec, progre
         encode=encode,
         decode=decode,
         quality={} if name in EXACT else {DEFAULT_WORKLOAD: record},
+        artefacts=tuple(sorted(pipeline.used_artefacts)),
         notes=notes,
     )
     return Measured(profile, quality)

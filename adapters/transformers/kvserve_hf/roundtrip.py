@@ -19,12 +19,17 @@ BATCH = 64
 
 
 class FrameRoundtrip:
-    """A :class:`~kvserve_hf.measure.Roundtrip` through frames; ``raw_bytes`` and ``wire_bytes`` add up over calls."""
+    """A :class:`~kvserve_hf.measure.Roundtrip` through frames; its counters add up over calls.
+
+    segments: all of them; escaped: those that were to be compressed and went raw.
+    """
 
     def __init__(self, pipeline: Pipeline, artefacts: Artefacts = NONE) -> None:
         self._pipeline, self._artefacts = pipeline, artefacts
         self.raw_bytes = 0
         self.wire_bytes = 0
+        self.segments = 0
+        self.escaped = 0
 
     @property
     def cr(self) -> float:
@@ -45,7 +50,10 @@ class FrameRoundtrip:
         self, planned: list[Planned], read: Callable[[Region], Tensor], book: Codebook, decoder: Decoder
     ) -> Iterable[tuple[Region, Tensor]]:
         data = [(p, gather_region(lambda _, at: read(at), "", p.at)) for p in planned]
-        sealed = [book.seal(segment) for segment in self._pipeline.encode(data)]
+        segments = self._pipeline.encode(data)
+        self.segments += len(segments)
+        self.escaped += sum(s.chain != p.chain for s, p in zip(segments, planned, strict=True))
+        sealed = [book.seal(segment) for segment in segments]
         self.wire_bytes += sum(s.nbytes for s in sealed)
         for at, x in decoder.decode([book.unseal(s) for s in sealed]):
             yield from split_region(self._pipeline.kv, at, x)

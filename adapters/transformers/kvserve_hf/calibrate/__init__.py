@@ -1,0 +1,1 @@
+"""Calibration: from a model and texts to the files that some components read, with their provenance."""

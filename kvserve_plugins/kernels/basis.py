@@ -1,0 +1,156 @@
+"""Calibrated bases as a file, and the part of one that a place needs.
+
+The file is safetensors. Its metadata key ``kvserve.klt`` is JSON: ``version`` 1, ``plane``, ``dim`` (of the plane),
+``per`` (``head`` or ``all``), ``provenance``, and ``blocks``, a list of ``{"layers": [...], "heads": [...], "rope":
+[...]}`` (``rope``: for each part of the plane, whether it was turned back). Block i has these tensors, n = layers x
+heads x dim in this order and r components by falling sigma:
+
+    i.basis  f16 [n, r]   orthonormal columns
+    i.mean   f32 [n]      of the values;   i.scale  f32 [n]  what they are multiplied by: the root of their metric
+    i.sigma  f32 [r]      standard deviation of each component
+    i.tail   f32 [1]      mean energy a token of the components that are not in the file; inf: unknown, no drift guard
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvserve_core.errors import ArtefactError, UnsupportedSpecError
+
+KEY = "kvserve.klt"
+VERSION = 1
+NOISE = 1e-4
+"""Part of a token's energy that the rounding of a basis to f16 can move in or out of its components, with a margin."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The layers and heads that one basis covers, and which parts of the plane were turned back."""
+
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    rope: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class BasisFile:
+    """A parsed file."""
+
+    plane: str
+    dim: int
+    per: str
+    blocks: tuple[Block, ...]
+    tensors: dict[str, Tensor]
+
+    def find(self, layers: tuple[int, ...], heads: tuple[int, ...]) -> int:
+        """The block of exactly these layers and heads.
+
+        Raises:
+            UnsupportedSpecError: there is none; the message says what the file holds.
+        """
+        for i, block in enumerate(self.blocks):
+            if (block.layers, block.heads) == (layers, heads):
+                return i
+        raise UnsupportedSpecError(
+            f"the basis holds no block of layers {list(layers)} and heads {list(heads)}; it was calibrated per"
+            f" {self.per!r} for {self._held()}; choose 'layer_block' and 'head_groups' so that segments are these"
+            " blocks, or calibrate again"
+        )
+
+    def _held(self) -> str:
+        layers = sorted({b.layers for b in self.blocks})
+        heads = sorted({b.heads for b in self.blocks})
+        return f"layers {' '.join(f'{b[0]}-{b[-1]}' for b in layers)} and heads {' '.join(map(str, heads))}"
+
+
+@dataclass(frozen=True)
+class Basis:
+    """One block on a device. ``to`` is [n, k]; ``drift`` is the calibrated energy a token outside the k components."""
+
+    to: Tensor
+    mean: Tensor
+    scale: Tensor
+    drift: float
+
+    @property
+    def rank(self) -> int:
+        """Components kept."""
+        return self.to.shape[1]
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Values ``[T, n]`` to components ``[T, k]``, and their energy outside these components in one token, 0-d."""
+        folded = (x - self.mean) * self.scale
+        y = folded @ self.to
+        outside = folded.square().sum() - y.square().sum()
+        return y, outside / max(len(x), 1)
+
+    def decode(self, y: Tensor) -> Tensor:
+        """Components ``[T, k]`` to values ``[T, n]``."""
+        return (y @ self.to.T) / self.scale + self.mean
+
+
+def parse(data: bytes) -> BasisFile:
+    """A file's blocks and tensors.
+
+    Raises:
+        ArtefactError: it is not such a file, or of a version that is not known here.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        size = int.from_bytes(data[:8], "little")
+        about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][KEY])
+        if about["version"] != VERSION:
+            raise ArtefactError(f"the basis is of version {about['version']}, this kvserve reads {VERSION}; upgrade it")
+        blocks = tuple(_block(b) for b in about["blocks"])
+        file = BasisFile(about["plane"], about["dim"], about["per"], blocks, load(data))
+        _check(file)
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ArtefactError(
+            f"not a basis of 'kvserve calibrate klt': {type(error).__name__}: {error}; name a file that it wrote"
+        ) from error
+    return file
+
+
+def prepare(
+    file: BasisFile, index: int, cutoff: float, rank: int | None, device: torch.device, dtype: torch.dtype
+) -> Basis:
+    """A block's components with sigma >= ``cutoff``, at most ``rank`` and at least one, on a device.
+
+    Raises:
+        UnsupportedSpecError: the file was truncated above the cutoff or below the rank.
+    """
+    t = {name: file.tensors[f"{index}.{name}"] for name in ("basis", "mean", "scale", "sigma", "tail")}
+    sigma = t["sigma"].double()
+    kept = int((sigma >= cutoff).sum()) if rank is None else rank
+    kept = max(kept, 1)
+    if kept > len(sigma):
+        raise UnsupportedSpecError(
+            f"rank {rank} of a basis with {len(sigma)} components; lower 'rank' or calibrate with a higher one"
+        )
+    tail = float(t["tail"]) + float(sigma[kept:].square().sum())
+    floor = max(float(sigma[kept - 1]) ** 2, NOISE * (float(t["tail"]) + float(sigma.square().sum())))
+    to = t["basis"][:, :kept].to(device=device, dtype=dtype)
+    return Basis(to, t["mean"].to(device, dtype), t["scale"].to(device, dtype), max(tail, floor))
+
+
+def _block(raw: dict[str, Any]) -> Block:
+    return Block(tuple(raw["layers"]), tuple(raw["heads"]), tuple(raw["rope"]))
+
+
+def _check(file: BasisFile) -> None:
+    for i, block in enumerate(file.blocks):
+        n, r = len(block.layers) * len(block.heads) * file.dim, len(file.tensors[f"{i}.sigma"])
+        shapes: dict[str, Sequence[int]] = {"basis": (n, r), "mean": (n,), "scale": (n,), "tail": (1,)}
+        for name, shape in shapes.items():
+            if tuple(file.tensors[f"{i}.{name}"].shape) != shape:
+                raise ValueError(f"tensor '{i}.{name}' has another shape than {shape}")
+        if not bool((file.tensors[f"{i}.scale"] > 0).all()):
+            raise ValueError(f"tensor '{i}.scale' holds values that are not above 0")
