@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ class Pipeline:
     @classmethod
     def build(
         cls,
-        spec: PipelineSpec,
+        spec: PipelineSpec | Mapping[str, Any],
         kv: KVSpec,
         shard: Shard,
         device: torch.device = CPU,
@@ -99,12 +100,15 @@ class Pipeline:
         artefacts: Artefacts = NONE,
         path: str = "",
     ) -> Pipeline:
-        """Check, create and bind everything. ``path`` prefixes errors: ``profiles.balanced``.
+        """Check, create and bind everything. ``spec`` may be its JSON as a dict.
+
+        ``path`` prefixes errors: ``profiles.balanced``.
 
         Raises:
             ConfigError: a bad name or field; the message starts with its path.
             UnsupportedSpecError: a stage or the cut does not fit this model or shard.
         """
+        spec = PipelineSpec.parse(spec, path)
         names = [p.name for group in kv.groups for p in planes_of(spec, group)]
         unused = [p for p in spec.planes if p not in names and p not in ("*", *LOSSLESS_PLANES)]
         if unused:

@@ -25,6 +25,7 @@ from kvserve_core.errors import did_you_mean
 
 ENTRY_POINT_GROUP = "kvserve"
 DISABLED_ENV = "KVSERVE_DISABLED_PLUGINS"
+DISABLED = f"disabled by {DISABLED_ENV}"
 BUILT_IN = "kvserve_plugins"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9][a-z0-9_-]*)*")
@@ -82,7 +83,7 @@ def load_plugins(points: list[EntryPoint] | None = None, environ: Mapping[str, s
     for point in sorted({(p.name, p.value): p for p in found}.values(), key=_built_in_first):
         provider = _provider(point)
         if disabled & {provider.plugin, provider.distribution}:
-            loaded.broken.append(Broken("plugin", point.name, f"disabled by {DISABLED_ENV}", provider))
+            loaded.broken.append(Broken("plugin", point.name, DISABLED, provider))
             continue
         try:
             with _quiet(point.name):

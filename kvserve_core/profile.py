@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvserve_core.component import ComponentSpec
+from kvserve_core.component import ComponentSpec, config_error
 from kvserve_core.spec import COMPOSITE, SEGMENT_TOKENS, Plane
 
 
@@ -53,6 +54,18 @@ class PipelineSpec(BaseModel):
         if not self.planes:
             raise ValueError("planes is empty; give a chain for '*' or for each plane")
         return self
+
+    @classmethod
+    def parse(cls, value: PipelineSpec | Mapping[str, Any], path: str = "") -> PipelineSpec:
+        """From a dict as in JSON; a spec is passed through.
+
+        Raises:
+            ConfigError: the first wrong field, named by its path, with the nearest name for an unknown one.
+        """
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise config_error(error, cls, value).under(path) from None
 
     def __hash__(self) -> int:
         return hash((frozenset(self.planes.items()), self.layer_block, self.segment_tokens, self.head_groups))

@@ -22,7 +22,7 @@ from kvserve_core.errors import (
     UnknownNameError,
     did_you_mean,
 )
-from kvserve_core.plugins import Loaded, Manifest, by_kind, incompatible, load_plugins
+from kvserve_core.plugins import DISABLED, Broken, Loaded, Manifest, by_kind, incompatible, load_plugins
 
 Status = Literal["ok", "unavailable", "broken"]
 BASES: dict[Kind, str] = {
@@ -54,7 +54,7 @@ class Registry:
 
     def __init__(self, loaded: Loaded) -> None:
         self._broken = [
-            Row(b.kind, b.name, "broken", b.reason, b.provider.distribution, b.provider.version, "", "")
+            Row(b.kind, b.name, _status(b), b.reason, b.provider.distribution, b.provider.version, "", "")
             for b in loaded.broken
         ]
         known: dict[tuple[Kind, str], Manifest] = {}
@@ -243,6 +243,10 @@ def source_of(component: Component) -> str:
     spec = locate(module)
     is_package = spec is not None and spec.submodule_search_locations is not None
     return module.replace(".", "/") + ("/__init__.py" if is_package else ".py")
+
+
+def _status(broken: Broken) -> Status:
+    return "unavailable" if broken.reason == DISABLED else "broken"
 
 
 def _row(manifest: Manifest, status: Status, reason: str) -> Row:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvserve_core.component import ComponentSpec, Kind
 from kvserve_core.errors import ConfigError, KVServeError, did_you_mean, nearest
-from kvserve_core.plugins import DISABLED_ENV, disabled_names
+from kvserve_core.plugins import DISABLED, DISABLED_ENV, disabled_names
 from kvserve_core.registry import Registry
 from kvserve_core.settings import PREFIX, RESERVED, Loaded, Settings, cache_dir
 
@@ -71,8 +71,8 @@ def plugins(registry: Registry, environ: Mapping[str, str]) -> Iterator[Check]:
     count = {status: sum(row.status == status for row in rows) for status in ("ok", "unavailable")}
     yield Check("components", "ok" if count["ok"] else "fail", f"{count['ok']} ok, {count['unavailable']} unavailable")
     for row in rows:
-        if row.status == "broken":
-            off = DISABLED_ENV in row.reason
+        off = row.reason == DISABLED
+        if row.status == "broken" or off:
             yield Check(f"{row.kind} {row.name}", "warn" if off else "fail", f"{row.reason} (from {row.provider!r})")
     known = {row.provider for row in rows} | {m.provider.plugin for m in registry.manifests.values()}
     known |= {row.name for row in rows if row.kind == "plugin"}

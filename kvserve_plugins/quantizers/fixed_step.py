@@ -34,7 +34,7 @@ class FixedStep(Quantizer):
     class Config(ComponentConfig):
         """step: in units of the input. dead_zone: added to each side of zero, and offset: outwards, in steps."""
 
-        step: float = Tunable(0.25, low=3e-5, high=1.0, log=True, ge=SMALLEST, le=LARGEST)
+        step: float = Tunable(0.25, low=3e-5, high=3.0, log=True, ge=SMALLEST, le=LARGEST)
         dead_zone: float = Tunable(0.0, choices=(0.0, 0.1, 0.2), ge=0.0, le=0.5)
         offset: float = Tunable(0.0, choices=(-0.05, 0.0, 0.05), ge=-0.5, le=0.5)
 

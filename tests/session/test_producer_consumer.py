@@ -670,3 +670,27 @@ def test_no_thread_is_left_behind() -> None:
     world.close()
     left = [t for t in threading.enumerate() if t not in before]
     assert not left
+
+
+def test_values_that_a_stage_refuses_go_raw_alone_and_are_counted(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv, names=("lossy",)), world.consumers(kv)
+    from kvserve_core.errors import DriftError
+    from kvserve_plugins.quantizers.uniform import Uniform
+
+    encode = Uniform.encode
+
+    def refuse_the_second_cell(self: Uniform, x: object, at: Region) -> object:
+        if at.start == 256:
+            raise DriftError("unlike what it was calibrated on")
+        return encode(self, x, at)
+
+    monkeypatch.setattr(Uniform, "encode", refuse_the_second_cell)
+    (event,) = load(decode, send(prefill, 300, "lossy"))
+    assert isinstance(event, Loaded)
+    assert decode[0].engine.holds("t", range(256, 300), 300)
+    source_segments = len(kv.groups[0].layers) * kv.groups[0].planes[0].num_heads * 2
+    assert 0 < prefill[0].session.counters.snapshot()["fallback_raw"] <= source_segments
+    assert "failed" not in caplog.text

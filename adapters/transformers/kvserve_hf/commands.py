@@ -21,7 +21,7 @@ from kvserve_hf.bench.pipelines import Calibrated
 from kvserve_hf.convert import DEFAULT, MODELS, converted
 from kvserve_hf.demo.links import WRONG, Link, default_links
 from kvserve_hf.demo.prefill import Setup
-from kvserve_hf.demo.report import print_runs
+from kvserve_hf.demo.report import NOTE, print_runs
 from kvserve_hf.demo.run import Demo, Run, prefill_process
 from kvserve_hf.engine import Engine
 from kvserve_hf.measured import as_table, measure_library, read_pipelines
@@ -58,6 +58,7 @@ def demo(
     out = console()
     for this in links:
         print_runs(out, [run for run in runs if run.link_bps == this.bits_per_s])
+    out.print(NOTE)
     if explain:
         for run in runs:
             typer.echo(f"{run.prompt}, {run.explained}\n")
@@ -84,6 +85,8 @@ def _policy(text: str) -> ComponentSpec:
 def _link(text: str) -> Link:
     if text == "unlimited":
         return default_links()[-1]
+    if text.replace(".", "").isdigit():
+        raise ConfigError(f"{text!r} has no unit; write for example {text}Mbps", "link")
     bandwidth = parse_bandwidth(text)
     if not bandwidth:
         raise ConfigError("a link needs a bandwidth above 0; write for example 20Mbps, or unlimited", "link")

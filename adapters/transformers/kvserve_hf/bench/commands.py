@@ -33,7 +33,9 @@ def bench(
     kind: Annotated[str, typer.Argument(help=f"What to measure: {', '.join(KINDS)}.")],
     model: Annotated[Path | None, MODEL] = None,
     pipelines: Annotated[Path | None, typer.Option(help="JSON of pipeline families; default: those shipped.")] = None,
-    family: Annotated[list[str] | None, typer.Option(help="Only this family; may be repeated.")] = None,
+    family: Annotated[
+        list[str] | None, typer.Option(help="Only this family; may be repeated, the order counts.")
+    ] = None,
     calibrated: Annotated[Path | None, typer.Option(help=CALIBRATED)] = None,
     texts: Annotated[
         int | None, typer.Option(min=2, help="So many texts, half prose, half code; default: all.")
@@ -108,11 +110,12 @@ def _every_domain() -> list[str]:
 
 
 def _chosen(families: Sequence[Family], names: Sequence[str] | None) -> list[Family]:
-    known = [f.name for f in families]
+    """The named ones, in the order in which they were named."""
+    known = {f.name: f for f in families}
     for name in names or ():
         if name not in known:
             raise UnknownNameError(did_you_mean(name, known, "family"))
-    return [f for f in families if names is None or f.name in names]
+    return [known[name] for name in names or known]
 
 
 def _show(made: dict[str, Any]) -> None:
