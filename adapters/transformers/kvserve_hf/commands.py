@@ -66,7 +66,13 @@ def demo(
 
 def _runs(peer: Any, engine: Engine, links: list[Link], bar: Progress) -> list[Run]:
     task = bar.add_task("demo", total=None)
-    demo_run = Demo(peer, engine, demo_prompts(), lambda text: bar.update(task, description=text, advance=1))
+
+    def step(text: str) -> None:
+        bar.update(task, description=text, advance=1)
+        if not bar.console.is_terminal:  # no bar there, but a sign of life
+            bar.console.print(text, markup=False)
+
+    demo_run = Demo(peer, engine, demo_prompts(), step)
     bar.update(task, total=demo_run.steps(links))
     try:
         demo_run.references()
