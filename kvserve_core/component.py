@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticUndefined
@@ -139,6 +139,10 @@ class Capabilities:
     max_alphabet: int = 256
 
 
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+"""What pydantic calls a field that does not exist, of a model and of a dataclass."""
+
+
 def config_error(error: ValidationError, model: type[BaseModel], raw: object, what: str = "field") -> ConfigError:
     """One of pydantic's complaints as one line with the field's path, and the nearest name for an unknown field.
 
@@ -147,11 +151,10 @@ def config_error(error: ValidationError, model: type[BaseModel], raw: object, wh
     raw: the input, which tells real keys from the labels that pydantic puts into a location for unions.
     """
     errors = error.errors(include_url=False)
-    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    first = next((e for e in errors if e["type"] in _UNKNOWN), errors[0])
     path = ".".join(_keys(first["loc"], raw, first["type"] == "missing"))
-    if first["type"] == "extra_forbidden":
-        inner = _model_at(model, first["loc"][:-1])
-        return ConfigError(did_you_mean(str(first["loc"][-1]), inner.model_fields if inner else (), what), path)
+    if first["type"] in _UNKNOWN:
+        return ConfigError(did_you_mean(str(first["loc"][-1]), _fields_at(model, first["loc"][:-1]), what), path)
     shown = "" if first["type"] in ("value_error", "missing") else f", got {first['input']!r}"
     return ConfigError(first["msg"].removeprefix("Value error, ") + shown, path)
 
@@ -167,10 +170,17 @@ def _keys(loc: tuple[int | str, ...], raw: object, missing: bool) -> list[str]:
     return [*found, str(loc[-1])] if missing else found
 
 
-def _model_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:
+def _fields_at(model: Any, loc: tuple[int | str, ...]) -> Iterable[str]:
+    """Field names of the model or dataclass at ``loc``, through tuples and mappings; none where unions end the way."""
+    fields: Mapping[str, Any]
     for key in loc:
-        field = model.model_fields.get(str(key))
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return None
-        model = field.annotation
-    return model
+        fields = getattr(model, "model_fields", {})
+        model = fields[key].annotation if key in fields else (*get_args(model), None)[_item_argument(model)]
+    fields = getattr(model, "model_fields", None) or getattr(model, "__dataclass_fields__", {})
+    return fields
+
+
+def _item_argument(annotation: object) -> int:
+    """Which type argument is that of the items: ``tuple[X, ...]`` and ``Mapping[K, X]``; -1 (None) for all others."""
+    origin = get_origin(annotation)
+    return 0 if origin is tuple else 1 if isinstance(origin, type) and issubclass(origin, Mapping) else -1

@@ -9,24 +9,29 @@ from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from operator import attrgetter
 
-from kvserve_core.bandwidth import BandwidthEstimator
-from kvserve_core.errors import ConfigError, UnknownNameError, did_you_mean
-from kvserve_core.feasible import Filter, Request
+from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS, BandwidthEstimator
+from kvserve_core.errors import UnknownNameError, did_you_mean
+from kvserve_core.feasible import MAX_FIGURE, Filter, Request, check_context, check_quality, check_request
 from kvserve_core.library import LOSSLESS_PROFILE, RAW_PROFILE, Profile, ProfileLibrary
 from kvserve_core.menu import Menu
-from kvserve_core.policy import LOSSLESS, RAW, Candidate, Decision, Outcome, Policy, ServiceContext
-from kvserve_core.pricing import Priced
+from kvserve_core.policy import LOSSLESS, RAW, Candidate, Choice, Decision, Outcome, Policy, ServiceContext
+from kvserve_core.pricing import Priced, refusal
 
 PRIOR_BANDWIDTH = 1.25e9
 """10 Gbps, in bytes/s."""
 MAX_MENUS = 256
 """Kinds of request that are remembered: workloads x quality floors x peers."""
+REFRESH_S = 2.0
+"""How often learned costs are brought up to date with how far they have faded."""
 _log = logging.getLogger(__name__)
 _latency = attrgetter("latency_s")
 
 
 class Controller:
-    """One per scheduler. ``choose`` takes no lock and costs microseconds; both methods are thread-safe.
+    """One per scheduler. ``choose`` waits for no lock and costs microseconds; both methods are thread-safe.
+
+    Nothing that a policy or a peer does gets out of them: a policy that fails gives way to ``raw`` and is counted in
+    ``policy_failures``; a report that cannot be true is dropped and counted in ``refused_outcomes``.
 
     library: None offers ``raw`` and ``lossless`` only. min_quality: for requests that name none.
     prior_bandwidth: bytes/s, until a link was used. fingerprint: of the model served.
@@ -34,6 +39,7 @@ class Controller:
     self_test: measures ``raw`` and ``lossless`` here, asked once, and only for those the library does not hold.
 
     Raises:
+        ConfigError: ``min_quality`` or ``prior_bandwidth`` is out of range.
         UnknownNameError: the policy or ``allow_unprofiled`` names a profile that does not exist.
     """
 
@@ -51,13 +57,20 @@ class Controller:
     ) -> None:
         if library is None:
             _say_no_library()
+        check_quality(min_quality)
         self.policy = policy
+        self.policy_failures = 0
+        self.refused_outcomes = 0
         self.links = BandwidthEstimator(prior_bandwidth, clock=clock)
         self._priced = {p.name: Priced(p) for p in known_profiles(library, self_test)}
         self._check_names(policy.wants, "policy.configuration.profile")
         self._check_names(allow_unprofiled, "allow_unprofiled")
         self._filter = Filter(library, min_quality, fingerprint, frozenset(allow_unprofiled))
         self._menus: dict[tuple[object, ...], Menu] = {}
+        self._clock = clock
+        self._learned: dict[str, Priced] = {}
+        self._refresh_at = float("-inf")
+        self._said: set[str] = set()
         self._lock = threading.Lock()
 
     @property
@@ -69,45 +82,109 @@ class Controller:
         """The profile for one request, with the candidates it was picked from, fastest first.
 
         Raises:
-            ConfigError: the bandwidth in the context is not above 0.
+            ConfigError: a figure in the context is not finite or out of range; its path names the field.
         """
+        nbytes, bandwidth, model_s, slo_s = context.nbytes, context.bandwidth, context.model_s, context.slo_s
+        try:
+            usual = (
+                0 <= nbytes <= MAX_BYTES and 0 <= model_s <= MAX_SECONDS and (slo_s is None or 0 <= slo_s <= MAX_FIGURE)
+            )
+            usual = usual and (bandwidth is None or 0 < bandwidth <= MAX_FIGURE)
+        except TypeError:
+            usual = False
+        if not usual:
+            check_context(context)
+        if (now := self._clock()) >= self._refresh_at:
+            self._refresh(now)
         key = (context.workload, context.min_quality, context.acceptable, context.intent)
         menu = self._menus.get(key) or self._menu(key)
-        bandwidth = context.bandwidth
         if bandwidth is None:
             bandwidth = self.links.estimate(context.link)
-        elif not bandwidth > 0:
-            raise ConfigError(f"bandwidth must be above 0 bytes/s, got {bandwidth!r}; leave it out to use the estimate")
-        nbytes = context.nbytes
-        candidates = _price(menu.near(nbytes if nbytes > 0 else 1, bandwidth), nbytes, bandwidth, context.model_s)
-        choice = self.policy.choose(context, candidates)
-        chosen, reason = candidates[choice.index], choice.reason
-        if context.slo_s is not None and chosen.latency_s > context.slo_s:
-            reason = _late(reason, candidates[0].latency_s > context.slo_s)
-        return Decision(chosen.profile, reason, context, bandwidth, tuple(candidates), menu.rejected, menu.explain)
+        items = menu.near(nbytes if nbytes > 0 else 1, bandwidth)
+        candidates = _price(items, nbytes, bandwidth, model_s)
+        chosen, reason = self._ask(context, candidates)
+        if slo_s is not None and chosen.latency_s > slo_s:
+            reason = _late(reason, candidates[0].latency_s > slo_s)
+        return Decision(chosen.profile, reason, context, bandwidth, candidates, menu.rejected, menu.explain)
 
     def observe(self, decision: Decision, outcome: Outcome) -> None:
         """Learn from a finished transfer: goodput of its link, speeds and ratio of its profile, then the policy.
 
-        Failed transfers only reach the policy: what they took says nothing of the link or the profile.
+        An outcome is of the whole transfer: over several ranks, bytes are summed and the slowest rank's seconds count.
+        Failed transfers only reach the policy: what they took says nothing of the link or the profile. Reports that
+        cannot be true (see :func:`~kvserve_core.pricing.refusal`) are dropped.
         """
+        if reason := refusal(outcome):
+            with self._lock:
+                self.refused_outcomes += 1
+            self._say_once(f"report {reason.split()[0]}", f"dropped a report on {outcome.transfer_id!r:.80}: {reason}")
+            return
         if outcome.ok:
             for link in {decision.context.link, outcome.link}:
                 self.links.observe(link, outcome.wire_bytes, outcome.transfer_s)
-            self._reprice(outcome)
-        self.policy.observe(decision, outcome)
+            self._reprice(outcome, decision.context.nbytes)
+        try:
+            self.policy.observe(decision, outcome)
+        except Exception as error:  # noqa: BLE001  # a plugin's failure must not end the engine's loop
+            self._failed("observe", error)
 
-    def _reprice(self, outcome: Outcome) -> None:
+    def _ask(self, context: ServiceContext, candidates: tuple[Candidate, ...]) -> tuple[Candidate, str]:
+        """What the policy picks, else raw."""
+        try:
+            choice = self.policy.choose(context, candidates)
+            if not isinstance(choice, Choice) or not isinstance(choice.reason, str) or choice.index < 0:
+                raise ValueError(f"{choice!r:.80} is not a Choice with an index from 0 and a reason")
+            return candidates[choice.index], choice.reason
+        except Exception as error:  # noqa: BLE001  # a plugin's failure must not end the engine's loop
+            raw = next(c for c in candidates if c.profile == RAW)
+            return raw, f"policy failed: {self._failed('choose', error)}"
+
+    def _failed(self, method: str, error: Exception) -> str:
+        with self._lock:
+            self.policy_failures += 1
+        kind = f"{type(error).__name__} in {method}"
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:  # noqa: BLE001  # an exception of a plugin may fail to say what it is
+            text = type(error).__name__
+        instead = "raw is used" if method == "choose" else "it has not learned from this outcome"
+        self._say_once(kind, f"policy {type(self.policy).__name__} failed to {method}, {instead}: {text}")
+        return text
+
+    def _say_once(self, kind: str, text: str) -> None:
+        with self._lock:
+            new = kind not in self._said
+            self._said.add(kind)
+        if new:
+            _log.warning("%s (said once)", text)
+
+    def _reprice(self, outcome: Outcome, nbytes: int) -> None:
         priced = self._priced.get(outcome.profile)
         if priced is None:
             return
         with self._lock:
-            if priced.observe(outcome):
-                for menu in self._menus.values():
-                    menu.tables = {}
+            self._learned[outcome.profile] = priced
+            if priced.observe(outcome, nbytes, self._clock()):
+                self._drop_tables()
+
+    def _refresh(self, now: float) -> None:
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is at it, or is learning; the next decision will see to it
+        try:
+            self._refresh_at = now + REFRESH_S
+            drifted = [priced.refresh(now) for priced in self._learned.values()]
+            if any(drifted):
+                self._drop_tables()
+        finally:
+            self._lock.release()
+
+    def _drop_tables(self) -> None:
+        for menu in self._menus.values():
+            menu.tables = {}
 
     def _menu(self, key: tuple[str, float | None, frozenset[str] | None, str]) -> Menu:
         request, items, rejected = Request(*key), [], []
+        check_request(request)
         for name, priced in self._priced.items():
             if reason := self._filter.refusal(priced.profile, request):
                 rejected.append((name, reason))
@@ -136,7 +213,9 @@ def known_profiles(
     return tuple((exact | {n: p for n, p in found.items() if n not in exact}).values())
 
 
-def _price(items: Iterable[tuple[Priced, float]], nbytes: float, bandwidth: float, model_s: float) -> list[Candidate]:
+def _price(
+    items: Iterable[tuple[Priced, float]], nbytes: float, bandwidth: float, model_s: float
+) -> tuple[Candidate, ...]:
     """Exact estimates (eq. 1) at the live costs, fastest first; equal ones in the order of the menu."""
     raw_s = nbytes / bandwidth
     candidates = []
@@ -148,7 +227,7 @@ def _price(items: Iterable[tuple[Priced, float]], nbytes: float, bandwidth: floa
         total_s = model_s + encode_s + transfer_s + decode_s
         candidates.append(Candidate(name, cr, total_s, encode_s, transfer_s, decode_s, quality))
     candidates.sort(key=_latency)
-    return candidates
+    return tuple(candidates)
 
 
 def _late(reason: str, all_late: bool) -> str:
@@ -157,4 +236,4 @@ def _late(reason: str, all_late: bool) -> str:
 
 @lru_cache(maxsize=1)
 def _say_no_library() -> None:
-    _log.warning("no profile library: only 'raw' and 'lossless' are offered; make a library with 'kvserve profile'")
+    _log.warning("no profile library: only 'raw' and 'lossless' are offered; make a library with 'kvserve measure'")

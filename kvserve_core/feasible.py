@@ -1,13 +1,24 @@
-"""Which profiles may serve a request at all, and why the others may not. Cold: asked once per kind of request."""
+"""Which profiles may serve a request at all, and why the others may not; and which requests cannot be.
+
+Cold: asked once per kind of request, and for figures that are out of the usual range.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf, nan
 from typing import NamedTuple
 
+from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
+from kvserve_core.errors import ConfigError, did_you_mean
 from kvserve_core.library import Profile, ProfileLibrary
-from kvserve_core.policy import RAW
+from kvserve_core.policy import RAW, ServiceContext
+from kvserve_core.pricing import shown
+
+INTENTS = ("transfer", "store")
+MAX_FIGURE = 1e15
+"""Bytes/s and seconds of a context that are believed; infinity is too, as no limit."""
 
 
 class Request(NamedTuple):
@@ -17,6 +28,58 @@ class Request(NamedTuple):
     min_quality: float | None
     acceptable: frozenset[str] | None
     intent: str
+
+
+def check_quality(value: object) -> None:
+    """Refuse what is no quality.
+
+    Raises:
+        ConfigError: it is not a number from 0 to 1.
+    """
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ConfigError(
+            f"{shown(value)} is no quality; give a number from 0 (anything goes) to 1 (as good as uncompressed)",
+            "min_quality",
+        )
+
+
+def check_request(request: Request) -> None:
+    """Refuse a kind of request that cannot be.
+
+    Raises:
+        ConfigError: the quality floor is not from 0 to 1, or the intent is unknown.
+    """
+    if request.min_quality is not None:
+        check_quality(request.min_quality)
+    if request.intent not in INTENTS:
+        raise ConfigError(did_you_mean(str(request.intent), INTENTS, "intent"), "intent")
+
+
+def check_context(context: ServiceContext) -> None:
+    """Refuse figures that no decision can be made with.
+
+    Raises:
+        ConfigError: with the field as its path.
+    """
+    _check(context.nbytes, 0 <= _number(context.nbytes) <= MAX_BYTES, f"from 0 to {MAX_BYTES} bytes", "nbytes")
+    _check(context.model_s, 0 <= _number(context.model_s) <= MAX_SECONDS, f"from 0 to {MAX_SECONDS} s", "model_s")
+    if context.slo_s is not None:
+        _check(
+            context.slo_s, abs(_number(context.slo_s)) <= MAX_FIGURE or context.slo_s == inf, "a number of s", "slo_s"
+        )
+    if (bandwidth := context.bandwidth) is not None:
+        good = 0 < _number(bandwidth) <= MAX_FIGURE or bandwidth == inf
+        _check(bandwidth, good, "above 0 bytes/s; leave it out to use the estimate", "bandwidth")
+
+
+def _number(value: object) -> float:
+    """NaN, which is in no range, for what is no number."""
+    return value if isinstance(value, (int, float)) else nan
+
+
+def _check(value: object, good: bool, expected: str, path: str) -> None:
+    if not good:
+        raise ConfigError(f"{shown(value)} is out of range; expected {expected}", path)
 
 
 @dataclass(frozen=True)

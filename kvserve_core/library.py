@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 
 from kvserve_core import library_files
 from kvserve_core.artefacts import Artefacts
-from kvserve_core.component import ComponentSpec, Kind
-from kvserve_core.errors import ConfigError, did_you_mean
+from kvserve_core.component import ComponentSpec, Kind, config_error
+from kvserve_core.errors import ConfigError
 from kvserve_core.latency import Line, Speed, latency_line
 from kvserve_core.policy import LOSSLESS, RAW
 from kvserve_core.profile import LOSSLESS_PIPELINE, RAW_PIPELINE, Chain, PipelineSpec
@@ -173,7 +173,8 @@ class ProfileLibrary(_Model):
         try:
             return cls.model_validate(raw).with_artefacts(artefacts or Artefacts())
         except ValidationError as error:
-            raise _as_config_error(error, raw) from None
+            found = config_error(error, cls, raw)
+            raise ConfigError(found.reason, _named(found.path, raw)) from None
 
     @classmethod
     def load(cls, path: str | Path) -> ProfileLibrary:
@@ -207,34 +208,12 @@ def _stages(chain: Chain) -> list[tuple[Kind, ComponentSpec, str]]:
     return [*found, ("quantizer", chain.quantizer, "quantizer"), ("codec", chain.codec, "codec")]
 
 
-def _as_config_error(error: ValidationError, raw: object) -> ConfigError:
-    first = error.errors()[0]
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return ConfigError(
-            did_you_mean(str(first["loc"][-1]), _fields(first["loc"][:-1]), "field"), _path(first["loc"], raw)
-        )
-    shown = "" if first["type"] in ("value_error", "missing") else f", got {first['input']!r}"
-    return ConfigError(first["msg"].removeprefix("Value error, ") + shown, _path(first["loc"], raw))
-
-
-def _fields(parent: tuple[int | str, ...]) -> Iterable[str]:
-    """Field names that are allowed below ``parent``."""
-    models: dict[str, type[BaseModel]] = {"pipeline": PipelineSpec, "quantizer": ComponentSpec, "codec": ComponentSpec}
-    items: dict[str, type[BaseModel]] = {"profiles": Profile, "transforms": ComponentSpec, "planes": Chain}
-    if not parent:
-        return ProfileLibrary.model_fields
-    model = models.get(str(parent[-1])) or (items | {"quality": QualityRecord}).get(str(parent[-2]))
-    return model.model_fields if model else ("fixed_s", "s_per_byte")
-
-
-def _path(loc: tuple[int | str, ...], raw: Any) -> str:
-    """``("profiles", 3, "pipeline", "cr")`` -> ``profiles.balanced.cr``: names for numbers, no ``pipeline``."""
-    parts = list(loc)
-    if len(parts) > 1 and parts[0] == "profiles" and isinstance(parts[1], int):
-        try:
-            parts[1] = str(raw["profiles"][parts[1]]["name"])
-        except (TypeError, KeyError):
-            parts[1] = f"[{parts[1]}]"
+def _named(path: str, raw: dict[str, Any]) -> str:
+    """``profiles.3.pipeline.sink_tokens`` -> ``profiles.balanced.sink_tokens``: names for numbers, no ``pipeline``."""
+    parts = path.split(".")
+    if parts[0] == "profiles" and parts[1:]:
+        given = raw["profiles"][int(parts[1])]
+        parts[1] = str(given["name"]) if isinstance(given, dict) and "name" in given else f"[{parts[1]}]"
         if parts[2:3] == ["pipeline"] and len(parts) > 3:
             del parts[2]
-    return ".".join(map(str, parts))
+    return ".".join(parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,10 @@ INDEX = "library.json"
 FOLDER = "artefacts"
 _HASH = re.compile(r"^[0-9a-f]{64}$")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-_WHAT = "expected a folder with library.json or a .kvlib file; make one with 'kvserve profile'"
+_DAMAGE = (OSError, zipfile.BadZipFile, KeyError, EOFError, RuntimeError, ValueError, struct.error)
+"""What reading a damaged zip raises, and a path that no file can have. RuntimeError: an entry is encrypted, or of a zip
+version that Python does not know (NotImplementedError)."""
+_WHAT = "expected a folder with library.json or a .kvlib file; make one with 'kvserve measure'"
 
 
 def json_of(text: bytes | str) -> Any:
@@ -35,10 +39,10 @@ def json_of(text: bytes | str) -> Any:
     """
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{INDEX} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
+        raise ConfigError(f"{INDEX} is not JSON: {error}; {_WHAT}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{INDEX} must hold an object, got {type(value).__name__}")
+        raise ConfigError(f"{INDEX} must hold an object, got {type(value).__name__}; {_WHAT}")
     return value
 
 
@@ -52,7 +56,7 @@ def read(path: Path) -> tuple[bytes, Artefacts]:
         return _read_folder(path) if path.is_dir() else _read_file(path)
     except FileNotFoundError:
         raise ConfigError(f"there is no profile library at {str(path)!r}; {_WHAT}") from None
-    except (OSError, zipfile.BadZipFile, KeyError, EOFError) as error:
+    except _DAMAGE as error:
         raise ConfigError(f"the profile library {str(path)!r} cannot be read: {error}; {_WHAT}") from error
 
 
@@ -66,6 +70,8 @@ def _read_file(path: Path) -> tuple[bytes, Artefacts]:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile(f"entry {entry.filename!r} is compressed, a library's entries are stored")
+        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+            raise zipfile.BadZipFile("its entries claim to be larger than the file")
         names = [n for n in archive.namelist() if n.startswith(f"{FOLDER}/") and _HASH.match(_name(n))]
         return archive.read(INDEX), Artefacts({_name(n): archive.read(n) for n in names})
 
@@ -82,7 +88,7 @@ def write(path: Path, index: bytes, artefacts: Mapping[str, bytes]) -> None:
     """
     try:
         _write(path, index, artefacts)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no file can have that name
         raise ArtefactError(f"the profile library {str(path)!r} cannot be written: {error}") from error
 
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvserve_core.component import ComponentSpec, config_error
 from kvserve_core.errors import ConfigError, did_you_mean
 from kvserve_core.units import Bandwidth, Duration, Size
+from kvserve_core.wire import VERSION
 
 PREFIX = "KVSERVE_"
 CONFIG_ENV = "KVSERVE_CONFIG"
@@ -35,6 +36,20 @@ def _listed(value: object) -> object:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 """A list of names, or one text with commas."""
+
+
+def _written(version: str) -> str:
+    if version != WRITES:
+        raise ValueError(
+            f"frame version {version!r} cannot be written, this kvserve writes {WRITES!r} only; leave 'wire_compat' out"
+        )
+    return version
+
+
+WRITES = ".".join(map(str, VERSION))
+"""The frame version that producers write."""
+WireVersion = Annotated[str, AfterValidator(_written)]
+"""A frame version that this kvserve can write."""
 
 
 class PeerSettings(BaseModel):
@@ -64,7 +79,13 @@ class TransportSettings(BaseModel):
 
 
 class Settings(BaseModel):
-    """Everything a deployment can set."""
+    """Everything a deployment can set.
+
+    The core reads ``library``, ``policy`` and ``transport`` itself (``kvserve doctor`` checks them), and has parameters
+    that ``min_quality``, ``bandwidth``, ``workload`` and ``allow_unprofiled`` go to: the controller's and a context's.
+    Engine adapters read the others and act on them: ``wire_compat``, ``peers.accept``, ``slo``, ``deadline``,
+    ``lease`` and ``published_bytes_max``.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     library: Path | None = Field(None, description="profile library; without one raw and lossless only")
@@ -79,7 +100,7 @@ class Settings(BaseModel):
     published_bytes_max: Size = Field(4 * 2**30, gt=0, description="host memory for published segments")
     lease: Duration = Field(30.0, gt=0, description="how long a published transfer is held without renewal")
     deadline: Duration = Field(30.0, gt=0, description="longest wait for a peer")
-    wire_compat: str | None = Field(None, pattern=r"^\d+\.\d+$", description="newest frame version to write")
+    wire_compat: WireVersion | None = Field(None, description="newest frame version to write")
 
 
 @dataclass(frozen=True)
@@ -145,9 +166,16 @@ def load_settings(
     from_env, unknown = _from_environ(environ)
     for name, values in from_env:
         layers.add(values, Origin("env", name))
-    if extra:
-        layers.add(extra, Origin("extra_config"))
+    if extra is not None:
+        layers.add(_table(extra), Origin("extra_config"))
     return Loaded(_validate(layers), layers.origins, unknown, path)
+
+
+def _table(extra: object) -> Mapping[str, Any]:
+    if not isinstance(extra, Mapping) or not all(isinstance(key, str) for key in extra):
+        got = "keys that are no text" if isinstance(extra, Mapping) else type(extra).__name__
+        raise ConfigError(f"the engine's extra config must be a table of settings like {{'slo': '2s'}}, got {got}")
+    return extra
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -200,7 +228,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not TOML, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested too deep
         raise ConfigError(f"the config file {str(path)!r} is not TOML: {error}") from error
     if isinstance(values.get("library"), str):
         values["library"] = str(path.parent / Path(values["library"]).expanduser())
@@ -236,7 +264,7 @@ def _env_value(name: str, text: str) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the variable {name!r} begins like JSON but is not: {error}") from error
 
 

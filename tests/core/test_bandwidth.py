@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve_core.bandwidth import MIN_BYTES, BandwidthEstimator
+from kvserve_core.bandwidth import FASTEST, MIN_BYTES, SLOWEST, BandwidthEstimator
 from kvserve_core.errors import ConfigError
 
 
@@ -79,7 +81,10 @@ def test_one_half_life_halves_the_weight() -> None:
 
 def test_a_clock_that_stands_still_or_a_bad_report_does_no_harm() -> None:
     links = BandwidthEstimator(1e9, clock=Clock())
-    for nbytes, seconds in ((0, 1.0), (10**9, 0.0), (10**9, -1.0), (-5, 1.0)):
+    for nbytes, seconds in (
+        *((0, 1.0), (10**9, 0.0), (10**9, -1.0), (-5, 1.0), (2**62, 1.0)),
+        *((10**9, s) for s in (float("inf"), float("nan"), 10**400, 1e9)),
+    ):
         links.observe("a", nbytes, seconds)
     assert links.estimate("a") == 1e9
     assert len(links) == 0
@@ -110,3 +115,104 @@ def test_concurrent_observers_lose_no_bytes() -> None:
 def test_a_prior_that_is_no_bandwidth_is_refused(prior: float) -> None:
     with pytest.raises(ConfigError, match="prior bandwidth"):
         BandwidthEstimator(prior)
+
+
+MIB = 2**20
+MIXED = [MIB, 2 * MIB, 8 * MIB, 64 * MIB]
+LARGE = [16 * MIB, 56 * MIB, 200 * MIB]
+
+
+class Link:
+    """A link with a cost per fetch of 1 to 5 ms whatever its size, and noise; its clock runs with its fetches."""
+
+    def __init__(self, bytes_per_s: float, prior: float, seed: int, noise: float = 0.05) -> None:
+        self.bytes_per_s, self._noise = bytes_per_s, noise
+        self._random, self._clock = random.Random(seed), Clock()
+        self.links = BandwidthEstimator(prior, clock=self._clock)
+
+    def fetch(self, sizes: Sequence[int], times: float = 1.0) -> float:
+        nbytes = self._random.choice(sizes)
+        seconds = self._random.uniform(1e-3, 5e-3) + nbytes / self.bytes_per_s
+        seconds *= self._random.lognormvariate(0.0, self._noise) * times
+        self._clock.now += seconds
+        self.links.observe("a", nbytes, seconds)
+        return self.links.estimate("a") / self.bytes_per_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("truth", [1e8, 6e8, 1.25e9])
+def test_what_each_fetch_costs_is_not_taken_for_a_slow_link(truth: float, seed: int) -> None:
+    link = Link(truth, 10 * truth, seed)
+    found = [link.fetch(MIXED) for _ in range(24)]
+    assert 0.85 < found[-1] < 1.15
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_link_of_100_gbps_is_not_taken_for_one_of_50(seed: int) -> None:
+    link = Link(12.5e9, 1.25e9, seed, noise=0.02)
+    found = [link.fetch(MIXED) for _ in range(40)]
+    assert 0.6 < found[-1] < 1.6
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("truth", "change"), [(1e8, 0.1), (1e9, 0.1), (1e7, 10.0), (1e8, 10.0)])
+def test_a_link_that_becomes_ten_times_as_slow_or_fast_is_followed_within_three(
+    truth: float, change: float, seed: int
+) -> None:
+    link = Link(truth, truth, seed)
+    for _ in range(30):
+        link.fetch(LARGE)
+    link.bytes_per_s *= change
+    assert 0.6 < [link.fetch(LARGE) for _ in range(3)][-1] < 1.3
+
+
+@pytest.mark.parametrize("times", [30.0, 0.001])
+def test_one_fetch_far_off_is_no_change_of_the_link(times: float) -> None:
+    link = Link(1e9, 1e9, seed=3)
+    for _ in range(10):
+        link.fetch(LARGE)
+    link.fetch([56 * MIB], times)
+    assert 0.7 < link.fetch([56 * MIB]) < 1.3
+
+
+def test_short_fetches_after_long_ones_do_not_lower_the_estimate() -> None:
+    link = Link(1.25e9, 1e9, seed=5)
+    for _ in range(10):
+        link.fetch(LARGE)
+    assert all(0.8 < link.fetch([MIB]) < 1.25 for _ in range(50))
+
+
+def test_a_short_fetch_between_does_not_hide_that_the_link_has_changed() -> None:
+    link = Link(1e9, 1e9, seed=6)
+    for _ in range(10):
+        link.fetch(LARGE)
+    link.bytes_per_s /= 10
+    found = [link.fetch([size]) for size in (64 * MIB, MIB // 2, 64 * MIB)]
+    assert found[-1] == pytest.approx(1.0, rel=0.2)
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1.0, 86400.0])
+def test_two_fetches_outweigh_one_of_a_pebibyte(seconds: float) -> None:
+    links = BandwidthEstimator(1e9, clock=Clock())
+    links.observe("a", 2**50, seconds)
+    for _ in range(2):
+        fetch(links, 1e9, 10**9)
+    assert links.estimate("a") == pytest.approx(1e9)
+
+
+def test_estimates_stay_within_what_a_link_can_be() -> None:
+    links = BandwidthEstimator(1e9, clock=Clock())
+    links.observe("fast", 2**40, 5e-324)
+    links.observe("slow", MIN_BYTES, 86400.0)
+    links.observe("slow", MIN_BYTES, 86400.0)
+    assert links.estimate("fast") <= FASTEST
+    assert links.estimate("slow") == SLOWEST
+
+
+def test_a_link_that_was_idle_for_a_year_starts_afresh() -> None:
+    clock = Clock()
+    links = BandwidthEstimator(1e9, clock=clock)
+    fetch(links, 1e9)
+    clock.now += 3e7
+    fetch(links, 1e7)
+    assert links.estimate("a") == pytest.approx(1e7)

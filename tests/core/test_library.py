@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import zipfile
@@ -132,7 +133,7 @@ def test_what_is_not_a_library_says_what_was_expected(tmp_path: Path) -> None:
         "other.kvlib": "library.json",
     }
     for name, reason in (reasons | {"bomb.kvlib": "is compressed"}).items():
-        with pytest.raises(ConfigError, match=f"{reason}.*kvserve profile"):
+        with pytest.raises(ConfigError, match=f"{reason}.*kvserve measure"):
             ProfileLibrary.load(tmp_path / name)
 
 
@@ -141,6 +142,93 @@ def test_text_that_is_not_a_json_object() -> None:
         ProfileLibrary.parse("{")
     with pytest.raises(ConfigError, match="must hold an object, got list"):
         ProfileLibrary.parse("[]")
+
+
+DEEP = b"[" * 200_000
+
+
+def test_json_that_is_nested_too_deep_says_what_was_expected(tmp_path: Path) -> None:
+    (tmp_path / "library.json").write_bytes(DEEP)
+    with pytest.raises(ConfigError, match=r"not JSON: .*kvserve measure"):
+        ProfileLibrary.load(tmp_path)
+
+
+def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read.*kvserve measure"):
+        ProfileLibrary.load(f"{tmp_path}/a\0b.kvlib")
+    with pytest.raises(ArtefactError, match="cannot be written"):
+        library().save(f"{tmp_path}/a\0b.kvlib")
+
+
+def saved(folder: Path) -> bytes:
+    library((DIGEST,)).save(folder / "good.kvlib")
+    return (folder / "good.kvlib").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("what", "offset", "value"),
+    [
+        ("encrypted", 8, 0x01),
+        ("patched", 8, 0x20),
+        ("zip version", 6, 0xFF),
+        ("claimed size", 27, 0x70),
+    ],
+)
+def test_a_damaged_entry_says_what_was_expected(tmp_path: Path, what: str, offset: int, value: int) -> None:
+    data = bytearray(saved(tmp_path))
+    data[data.index(b"PK\1\2") + offset] = value
+    if what in ("encrypted", "patched"):
+        data[6] = value  # Python believes the entry's own header
+    (tmp_path / "bad.kvlib").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"bad\.kvlib' cannot be read: .*kvserve measure"):
+        ProfileLibrary.load(tmp_path / "bad.kvlib")
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    """Some bytes set, cut out or put in; half of the time in the directory at the end, where the structure is."""
+    found = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        at = chance.randrange(len(found) if chance.random() < 0.5 else 320) + 1
+        at = len(found) - min(at, len(found))
+        kind = chance.choice(("set", "set", "set", "cut", "put"))
+        if kind == "set":
+            found[at] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))
+        elif kind == "cut":
+            del found[at : at + chance.choice((1, 4, 64, 4096))]
+        else:
+            found[at:at] = chance.randbytes(chance.choice((1, 4, 64)))
+        if not found:
+            return b""
+    return bytes(found)
+
+
+def test_a_damaged_file_is_always_a_config_error(tmp_path: Path) -> None:
+    data, path, chance = saved(tmp_path), tmp_path / "bad.kvlib", random.Random(0)
+    reasons: list[str] = []
+    with path.open("wb", buffering=0) as file:  # kept open: opening it anew costs more than all the rest
+        for _ in range(2500):
+            file.seek(0)
+            file.write(mutated(data, chance))
+            file.truncate()
+            try:
+                ProfileLibrary.load(path)
+            except ConfigError as error:
+                reasons.append(error.reason)
+    assert len(reasons) > 2000
+    assert all(reasons)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_damaged_index_is_always_a_config_error(seed: int) -> None:
+    text, chance = library((DIGEST,)).model_dump_json().encode(), random.Random(seed)
+    reasons: list[str] = []
+    for _ in range(100):
+        try:
+            ProfileLibrary.parse(mutated(text, chance))
+        except ConfigError as error:
+            reasons.append(error.reason)
+    assert len(reasons) > 50
+    assert all(reasons)
 
 
 def put(at: Any, path: str, value: object) -> None:
@@ -172,6 +260,8 @@ CHAIN = "profiles/1/pipeline/planes/k"
         ("profiles/1/name", "raw", "profiles.raw", "reserved"),
         ("profiles/1/name", "a b", "profiles.a b.name", "got 'a b'"),
         ("profile", [], "profile", "did you mean 'profiles'"),
+        ("profiles", {}, "profiles", "valid tuple"),
+        ("profiles", [3], "profiles.[0]", "valid dictionary"),
         ("schema_version", 2, "", "schema_version is 2, this kvserve reads 1; upgrade"),
     ],
 )
@@ -190,6 +280,15 @@ def test_a_profile_without_a_name_is_named_by_its_place() -> None:
     with pytest.raises(ConfigError) as caught:
         ProfileLibrary.parse(json.dumps(raw))
     assert caught.value.path == "profiles.[1].name"
+
+
+def test_a_misspelt_field_is_named_rather_than_the_one_it_leaves_missing() -> None:
+    raw = as_json()
+    raw["profiles"][1]["encoed"] = raw["profiles"][1].pop("encode")
+    with pytest.raises(ConfigError) as caught:
+        ProfileLibrary.parse(json.dumps(raw))
+    assert caught.value.path == "profiles.balanced.encoed"
+    assert "did you mean 'encode'" in caught.value.reason
 
 
 def test_two_profiles_of_one_name_are_refused() -> None:

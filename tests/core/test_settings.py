@@ -125,7 +125,17 @@ def test_the_given_extra_config_is_not_changed() -> None:
         ({"min_quality": float("nan")}, "min_quality", "Input should be "),
         ({"slo": "2 parsecs"}, "slo", "duration '2 parsecs' is not understood; write for example '200ms' or '2s'"),
         ({"bandwidth": 0}, "bandwidth", "Input should be greater than 0, got 0"),
-        ({"wire_compat": "latest"}, "wire_compat", "String should match pattern"),
+        (
+            {"wire_compat": "latest"},
+            "wire_compat",
+            "frame version 'latest' cannot be written, this kvserve writes '1.0'",
+        ),
+        (
+            {"wire_compat": "1.1"},
+            "wire_compat",
+            "frame version '1.1' cannot be written, this kvserve writes '1.0' only",
+        ),
+        ({"wire_compat": 1.0}, "wire_compat", "Input should be a valid string, got 1.0"),
         ({"policy": 3}, "policy", "Input should be a valid dictionary"),
         ({"transport": "tcp"}, "transport", "Input should be a valid dictionary"),
     ],
@@ -135,6 +145,23 @@ def test_a_wrong_setting_names_its_path_and_where_it_came_from(extra: dict[str, 
     assert error.path == path
     assert error.reason.startswith(start)
     assert error.reason.endswith("(from extra_config)")
+
+
+@pytest.mark.parametrize("extra", [[1], [], "x", "", 5, 0, {1: "2s"}])
+def test_an_extra_config_that_is_no_table_is_refused(extra: Any) -> None:
+    assert error_of(extra).reason.startswith("the engine's extra config must be a table of settings like {'slo': '2s'}")
+
+
+def test_text_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "kv.toml"
+    path.write_text("slo = " + "[" * 10_000 + "]" * 10_000, encoding="utf-8")
+    assert "is not TOML" in str(error_of(None, {"KVSERVE_CONFIG": str(path)}))
+    assert "begins like JSON" in str(error_of(None, {"KVSERVE_POLICY": "[" * 100_000}))
+
+
+def test_the_documented_split_covers_every_setting() -> None:
+    text = Settings.__doc__ or ""
+    assert [name for name in Settings.model_fields if f"``{name}" not in text] == []
 
 
 def test_a_wrong_variable_is_named() -> None:
