@@ -112,11 +112,15 @@ class Delivery(Protocol):
 
 @dataclass(frozen=True)
 class Released:
-    """A published transfer that ended: released by every share (``reason == ""``), expired or failed."""
+    """A published transfer that ended: released by every share (``reason == ""``), expired or failed.
+
+    ``source`` is what was published: a key may be on offer again by the time this is polled.
+    """
 
     key: str
     reason: str
     reports: tuple[Outcome, ...] = ()
+    source: SegmentSource | None = None
 
 
 class Transport(ABC):

@@ -223,7 +223,7 @@ class Producer:
 
     def _ended(self, released: Released) -> None:
         source = self._sources.get(released.key)
-        if source is None:
+        if source is None or released.source is not source:  # an earlier transfer of the same id
             return
         if released.reason:
             self._fail(source, released.reason)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from stat import S_ISREG
 from typing import BinaryIO
 
 from blake3 import blake3
@@ -17,11 +19,13 @@ from blake3 import blake3
 from kvserve_core.errors import StoreFull, TransportError
 from kvserve_core.units import format_bytes
 from kvserve_plugins.transports._host import host_id
+from kvserve_plugins.transports._serving import checked_key
 
 SUFFIX = ".kvframe"
 TEMP = ".tmp-"
 STALE_S = 3600.0
 """A temporary file of another host that was not written to for this long has no writer any more."""
+_OURS = re.compile(re.escape(TEMP) + "([0-9a-f]{16})-([0-9]+)-[0-9a-f]+")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -33,29 +37,40 @@ class Folder:
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        self.path, self._max_bytes = Path(os.path.abspath(path)), max_bytes
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         try:
+            self.path = Path(os.path.abspath(path))
             self.path.mkdir(parents=True, exist_ok=True)
             self._sweep()
-        except OSError as error:
-            raise TransportError(f"cannot use {str(self.path)!r} as a store: {error}; check 'path'") from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            raise TransportError(f"cannot use {str(path)!r} as a store: {error}; check 'path'") from error
 
     def file(self, key: str) -> Path:
-        """Where ``key`` lies, present or not."""
-        return self.path / (blake3(key.encode()).hexdigest() + SUFFIX)
+        """Where ``key`` lies, present or not; raises TransportError when it is no key."""
+        return self.path / (blake3(checked_key(key).encode()).hexdigest() + SUFFIX)
 
     def touch(self, key: str) -> bool:
-        """Note a use; False when the key is not here."""
+        """Note a use, where the folder can be written to; False when the key is not here."""
+        path = self.file(key)
         try:
-            os.utime(self.file(key))
-        except OSError:
+            os.utime(path)
+        except FileNotFoundError:
             return False
+        except OSError:
+            return path.exists()
         return True
 
     def remove(self, key: str) -> None:
-        """Remove the object, if it is here. Maps of it stay readable."""
-        self.file(key).unlink(missing_ok=True)
+        """Remove the object, if it is here. Maps of it stay readable.
+
+        Raises:
+            TransportError: the disk does not let it go.
+        """
+        try:
+            self.file(key).unlink(missing_ok=True)
+        except OSError as error:
+            raise TransportError(f"cannot remove {key!r} from {str(self.path)!r}: {error}; check the folder") from error
 
     def put(self, key: str, size: int, write: Callable[[BinaryIO], object]) -> None:
         """Make room for ``size`` bytes, write, sync, and make the file visible at once.
@@ -102,8 +117,9 @@ class Folder:
         for _, nbytes, name in there:
             if total <= self._max_bytes:
                 return
-            (self.path / name).unlink(missing_ok=True)
-            total -= nbytes
+            with contextlib.suppress(PermissionError):  # another's; the next one may go
+                (self.path / name).unlink(missing_ok=True)
+                total -= nbytes
 
     def _scan(self) -> Iterator[tuple[str, int, int]]:
         """Name, last use in ns and bytes of every object."""
@@ -112,19 +128,24 @@ class Folder:
                 if entry.name.endswith(SUFFIX):
                     with contextlib.suppress(FileNotFoundError):  # evicted by another process meanwhile
                         stat = entry.stat()
+                        if not S_ISREG(stat.st_mode):
+                            continue
                         yield entry.name, stat.st_mtime_ns, stat.st_size
 
     def _sweep(self) -> None:
         """Remove what killed writers left."""
         for temp in self.path.glob(f"{TEMP}*"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # gone, or another's
                 if _abandoned(temp):
                     temp.unlink()
 
 
 def _abandoned(temp: Path) -> bool:
-    host, pid = temp.name.removeprefix(TEMP).split("-")[:2]
-    if host == host_id("pid") and pid.isdigit():
+    ours = _OURS.fullmatch(temp.name)
+    if ours is None or not temp.is_file():
+        return False
+    host, pid = ours.groups()
+    if host == host_id("pid"):
         return not _alive(int(pid))
     return time.time() - temp.stat().st_mtime > STALE_S
 
@@ -133,6 +154,8 @@ def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
+        return False
+    except OverflowError:  # no process has such an id
         return False
     except PermissionError:
         return True

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from kvserve_core.errors import TransportError
 from kvserve_plugins.transports._host import host_id
+
+_HOST = re.compile(r"[\w.:%-]{1,255}", re.ASCII)
 
 
 class Address(NamedTuple):
@@ -41,6 +44,11 @@ def is_wildcard(host: str) -> bool:
     return host in ("*", "0.0.0.0", "::")
 
 
+def is_host(text: str) -> bool:
+    """Whether ``text`` can be a host name or an address: what neither end of an address can misread."""
+    return _HOST.fullmatch(text) is not None
+
+
 def published(host: str, port: int) -> Address:
     """The address to hand out."""
     return Address(host, port, host_id("net") if is_loopback(host) else "")
@@ -57,7 +65,7 @@ def parse(text: str) -> Address:
         found = Address(parts.hostname or "", parts.port or 0, parse_qs(parts.query).get("host", [""])[0])
     except ValueError:
         found = Address("", 0)
-    if not text.startswith("tcp://") or not found.host or not found.port:
+    if not text.startswith("tcp://") or not is_host(found.host) or not found.port:
         raise TransportError(f"{text!r} is not an address of 'tcp'; expected for example 'tcp://10.0.0.5:5555'")
     if found.host_id and found.host_id != host_id("net"):
         raise TransportError(

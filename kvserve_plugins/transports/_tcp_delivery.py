@@ -13,7 +13,9 @@ from kvserve_core.errors import FrameError, KVServeError, PeerLost
 from kvserve_core.transport import DeliveryStats, Selection
 from kvserve_core.wire import MAX_SEGMENT_BYTES, FrameHeader, Sealed, unpack_header
 from kvserve_plugins.transports import _tcp_messages as msg
-from kvserve_plugins.transports._serving import cancelled
+from kvserve_plugins.transports._pacing import MIN_PIECE
+from kvserve_plugins.transports._selection import check_size
+from kvserve_plugins.transports._serving import cancelled, checked_key, timed_out
 from kvserve_plugins.transports._tcp_link import Link
 
 SEGMENT_EXTRA = 192
@@ -73,7 +75,8 @@ class TcpDelivery:
         self._seen: set[int] = set()
         timeout_s = max(deadline - self._started, 1e-3)
         try:
-            link.send(msg.Fetch(0, key, want.regions, want.peer, window, timeout_s))
+            check_size(want.regions)
+            link.send(msg.Fetch(0, checked_key(key), want.regions, want.peer, window, timeout_s))
             self.header, self._count = self._open()
             self._latency_s = time.monotonic() - self._started
         except BaseException:
@@ -112,8 +115,12 @@ class TcpDelivery:
         self._admit(piece)
         parts = [body]
         got = len(body)
+        if got < min(piece.size, MIN_PIECE):
+            raise FrameError(f"a first piece of {got} bytes, of {piece.size}", f"segment {piece.index}")
         while got < piece.size:
             following, body = self._piece()
+            if len(body) != min(len(parts[0]), piece.size - got):  # many small ones would cost more than they bring
+                raise FrameError(f"a piece of {len(body)} bytes after one of {len(parts[0])}", f"segment {piece.index}")
             if following != msg.Piece(piece.stream, piece.index, got, piece.size, b""):
                 raise FrameError("pieces of a segment do not follow each other", f"segment {piece.index}")
             parts.append(body)
@@ -132,6 +139,8 @@ class TcpDelivery:
         self._seen.add(piece.index)
 
     def _piece(self) -> tuple[msg.Piece, memoryview]:
+        if time.monotonic() > self._deadline:  # a producer that sends on and on never makes the link wait
+            raise timed_out(self._link.peer, self._key, time.monotonic() - self._started)
         parts = self._next()
         match self._reply(parts):
             case msg.Piece() as piece if len(parts) == 2:
@@ -201,6 +210,8 @@ class TcpDelivery:
 
     def _came(self, parts: list[zmq.Frame]) -> int:
         """Note a message that arrived; returns its payload bytes."""
+        if len(parts) == 1 and parts[0].buffer == msg.BEAT:
+            return 0
         nbytes = sum(map(len, parts[1:]))
         self._room -= nbytes + msg.OVERHEAD
         self._backlog.append(parts)

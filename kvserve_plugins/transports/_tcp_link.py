@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import threading
 import time
+import weakref
+from collections import OrderedDict
 from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvserve_core.errors import PeerLost, TransportError
+from kvserve_core.errors import PeerLost, TransferCancelled, TransportError
 from kvserve_plugins.transports import _tcp_messages as msg
 from kvserve_plugins.transports._serving import timed_out
 from kvserve_plugins.transports._tcp_address import Address
@@ -24,6 +27,7 @@ _LOOK_S = 0.02
 """How often a waiting consumer looks whether the connection broke or it was closed."""
 _QUEUED = 1024
 _IDLE_PER_PEER = 8
+_IDLE_PEERS = 16
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -34,7 +38,9 @@ class Link:
     def __init__(self, address: Address, key_dir: Path | None, beat_s: float) -> None:
         self.peer = f"the producer at {address.zmq}"
         self._secure = key_dir is not None
-        self._up = False
+        self._connected = self._up = False
+        self.stopped = False
+        """The transport was closed; set from any thread."""
         self._patience_ms = -1
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         try:
@@ -51,7 +57,9 @@ class Link:
         socket.ipv6 = ":" in address.host
         if key_dir is not None:
             secure_client(socket, key_dir)
-        self._monitor = socket.get_monitor_socket(_LOST | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = socket.get_monitor_socket(
+            _LOST | _REFUSED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
         try:
             socket.connect(address.zmq)
         except zmq.ZMQError as error:
@@ -59,11 +67,22 @@ class Link:
             raise TransportError(f"cannot connect to {address.zmq!r}: {error}; check the locator's address") from error
 
     def send(self, request: msg.Request) -> None:
-        """Queue a message; never blocks."""
+        """Queue a message; never blocks.
+
+        Raises:
+            PeerLost: the connection broke or was refused. TransportError: the message cannot be sent as it is.
+        """
         try:
-            self._socket.send(msg.encode(request), zmq.NOBLOCK)
+            data = msg.encode(request)
+        except (UnicodeEncodeError, OverflowError, TypeError) as error:
+            raise TransportError(f"a {type(request).__name__} that cannot be sent: {error}") from error
+        if len(data) > msg.MAX_REQUEST:
+            raise TransportError(f"a {type(request).__name__} of {len(data)} bytes; at most {msg.MAX_REQUEST} are read")
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
-            raise PeerLost(f"{self.peer} takes no more messages; it is stuck or gone{self._hint()}") from None
+            stuck = PeerLost(f"{self.peer} takes no more messages; it is stuck or gone{self._hint()}")
+            raise self._lost() or stuck from None
 
     def ready(self) -> list[zmq.Frame] | None:
         """The next message if it is here already."""
@@ -77,7 +96,10 @@ class Link:
 
         Raises:
             TransferTimeout: nothing by ``deadline``. PeerLost: the connection broke or was refused.
+            TransferCancelled: the transport was closed here.
         """
+        if self.stopped:
+            raise TransferCancelled(f"waiting for {key!r} ended: this 'tcp' transport was closed")
         left = deadline - time.monotonic()
         self._patience(math.ceil(1000 * max(0.0, min(left, _LOOK_S))))
         try:
@@ -111,17 +133,17 @@ class Link:
 
     def _look(self) -> PeerLost | None:
         event = int(recv_monitor_message(self._monitor)["event"])
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._up = True
+        if event in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+            self._connected, self._up = True, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             return None
         if self._up:
             return PeerLost(f"{self.peer} closed the connection or died")
-        if event & _REFUSED or self._secure:
+        if event & _REFUSED or self._secure or self._connected:  # whichever side saw the mismatch first
             return PeerLost(
                 f"{self.peer} refused the connection; check that transport.tcp.key_dir holds matching keys on both"
-                " sides, and that both sides set it or neither does"
+                " sides, that both sides set it or neither does, and that the address is a producer's"
             )
-        return PeerLost(f"{self.peer} cannot be reached: nothing listens there, or it speaks another protocol")
+        return PeerLost(f"{self.peer} cannot be reached: nothing listens there")
 
     def alive(self) -> bool:
         """Whether an idle link can be used again: still connected, and nothing unexpected in it."""
@@ -142,13 +164,14 @@ class Link:
 
 
 class Links:
-    """Idle links by address. A forked child starts with none and leaves its parent's alone."""
+    """Idle links by address, those last used last. A forked child starts with none and leaves its parent's alone."""
 
     def __init__(self, key_dir: Path | None, beat_s: float) -> None:
         self._key_dir, self._beat_s = key_dir, beat_s
         self._lock = threading.Lock()
-        self._idle: dict[Address, list[Link]] = {}
+        self._idle: OrderedDict[Address, list[Link]] = OrderedDict()
         self._parents: dict[Address, list[Link]] = {}
+        self._busy: weakref.WeakSet[Link] = weakref.WeakSet()
         self._pid = os.getpid()
         self._closed = False
 
@@ -156,9 +179,27 @@ class Links:
         """A link nobody else uses; hand it back with :meth:`give`, or close it."""
         while link := self._pop(address):
             if link.alive():
-                return link
+                break
             link.close()
-        return Link(address, self._key_dir, self._beat_s)
+        else:
+            self._sweep()
+            link = Link(address, self._key_dir, self._beat_s)
+        with self._lock:
+            self._busy.add(link)
+            link.stopped = self._closed
+        return link
+
+    def _sweep(self) -> None:
+        """Close what leads to producers that are gone; done whenever the number of links would grow."""
+        with self._lock:
+            idle = [(address, link) for address, links in self._idle.items() for link in links]
+            dead = [(address, link) for address, link in idle if not link.alive()]
+            for address, link in dead:
+                self._idle[address].remove(link)
+                if not self._idle[address]:
+                    del self._idle[address]
+        for _, link in dead:
+            link.close()
 
     def _pop(self, address: Address) -> Link | None:
         with self._lock:
@@ -166,22 +207,29 @@ class Links:
                 raise TransportError("this 'tcp' transport is closed; create a new one")
             if self._pid != os.getpid():
                 self._parents = self._idle  # kept: dropping them would close the parent's sockets
-                self._idle, self._pid = {}, os.getpid()
+                self._idle, self._pid = OrderedDict(), os.getpid()
             idle = self._idle.get(address)
             return idle.pop() if idle else None
 
     def give(self, address: Address, link: Link) -> None:
         """Keep a link for later; no reply may be outstanding on it."""
+        surplus = [link]
         with self._lock:
+            self._busy.discard(link)
             idle = self._idle.setdefault(address, [])
+            self._idle.move_to_end(address)
             if not self._closed and len(idle) < _IDLE_PER_PEER:
-                idle.append(link)
-                return
-        link.close()
+                idle.append(surplus.pop())
+            if len(self._idle) > _IDLE_PEERS:
+                surplus += self._idle.popitem(last=False)[1]
+        for link in surplus:
+            link.close()
 
     def close(self) -> None:
-        """Close all idle links; those in use close when they are handed back."""
+        """Close all idle links; who waits on one in use is told at once, and closes it."""
         with self._lock:
-            idle, self._idle, self._closed = self._idle, {}, True
-        for link in (link for links in idle.values() for link in links):
+            idle, self._idle, self._closed = self._idle, OrderedDict(), True
+            for link in self._busy:
+                link.stopped = True
+        for link in itertools.chain.from_iterable(idle.values()):
             link.close()

@@ -24,16 +24,21 @@ from kvserve_core.peer import PeerInfo
 from kvserve_core.policy import Outcome
 from kvserve_core.spec import Region
 from kvserve_core.wire import Buffer
+from kvserve_plugins.transports._selection import MAX_REGIONS
+from kvserve_plugins.transports._serving import MAX_KEY
 
 PIECE_BYTES = 2**20
 """Longest piece of a body in one message."""
-MAX_REQUEST = 4 * 2**20
+MAX_REQUEST = 2**20
 MAX_REPLY = 2 * PIECE_BYTES
-OVERHEAD = 256
+OVERHEAD = 4096
 """What one message costs in credit beside its bytes, so that tiny segments are bounded too."""
 MAX_WINDOW = 64 * 2**20
+MAX_QUEUED = 2 * MAX_WINDOW // OVERHEAD + 1024
+"""Messages that may wait for one consumer: what its credit allows, twice since ZeroMQ counts with half a queue's
+delay. Only one that does not read its answers comes to that."""
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Key = Annotated[str, msgspec.Meta(max_length=1024)]
+Key = Annotated[str, msgspec.Meta(max_length=MAX_KEY)]
 MessageT = TypeVar("MessageT")
 Code = Literal["lease", "aborted", "timeout", "unacceptable", "refused"]
 
@@ -43,7 +48,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
     stream: Natural
     key: Key
-    regions: tuple[Region, ...]
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
     peer: PeerInfo
     credit: Natural
     timeout_s: float
@@ -102,6 +107,12 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     waited_s: float
 
 
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """Nothing to say. Sent on a fetch that waits, since only sending shows that a consumer is gone."""
+
+    stream: Natural
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """A request without other result has worked."""
 
@@ -118,8 +129,9 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 Request: TypeAlias = Fetch | Credit | Cancel | Renew | Release
-Reply: TypeAlias = Opened | Piece | End | Done | Failed
+Reply: TypeAlias = Opened | Piece | End | Beat | Done | Failed
 encode = msgspec.msgpack.Encoder().encode
+BEAT = encode(Beat(0))
 _request = msgspec.msgpack.Decoder(Request)
 _reply = msgspec.msgpack.Decoder(Reply)
 
@@ -149,7 +161,7 @@ def to_failed(stream: int, error: Exception) -> Failed:
         (LeaseLost, "lease"), (TransferTimeout, "timeout"), (FrameError, "refused"), (TransportError, "aborted"),
     ]  # fmt: skip
     code: Code = next((code for kind, code in kinds if isinstance(error, kind)), "aborted")
-    return Failed(stream, code, f"{error}"[:1000])
+    return Failed(stream, code, f"{error}"[:1000].encode(errors="replace").decode())
 
 
 def to_error(failed: Failed, peer: str) -> KVServeError:

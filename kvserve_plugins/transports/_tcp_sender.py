@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import zmq
 
+from kvserve_core.errors import FrameError, KVServeError, TransferTimeout
 from kvserve_core.wire import Buffer
 from kvserve_plugins.transports import _tcp_messages as msg
 from kvserve_plugins.transports._pacing import Pacer
@@ -16,6 +17,14 @@ from kvserve_plugins.transports._tcp_faults import Faults, corrupted
 from kvserve_plugins.transports._tcp_stream import Pullers, Stream
 
 MAX_STREAMS = 1024
+MAX_PER_OWNER = 4
+"""Of one connection; a kvserve consumer has one fetch at a time on each."""
+BEAT_S = 5.0
+"""How often the consumer of a fetch that waits is looked for."""
+STARVED_S = 300.0
+"""A fetch without credit for this long is given up: its consumer takes nothing."""
+EVICT_S = 5.0
+"""The same while there is no room for others."""
 TICK_S = 0.05
 """How often deadlines are looked at while nothing else happens."""
 REST_S = 5.0
@@ -39,14 +48,43 @@ class Sender:
         self._streams: dict[tuple[bytes, int], Stream] = {}
         self._turn: deque[Stream] = deque()
         self._held: Held | None = None
+        self._watch_due = 0.0
+        self.unsent = 0
 
     def __contains__(self, key: tuple[bytes, int]) -> bool:
         return key in self._streams
 
-    @property
-    def full(self) -> bool:
-        """No more streams can be taken."""
-        return len(self._streams) >= MAX_STREAMS
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def make_room(self, owner: bytes) -> None:
+        """See that one more stream of ``owner`` can be taken, if need be instead of one that takes nothing.
+
+        Raises:
+            FrameError: there are too many.
+        """
+        if sum(o == owner for o, _ in self._streams) >= MAX_PER_OWNER:
+            raise FrameError(f"{MAX_PER_OWNER} fetches are under way on this connection; open another one")
+        if len(self._streams) < MAX_STREAMS:
+            return
+        starved = min((s for s in self._streams.values() if s.credit <= 0), key=_starved_since, default=None)
+        if starved is None or time.monotonic() - starved.starved_since < EVICT_S:
+            raise FrameError(f"{MAX_STREAMS} fetches are being served already; try again later")
+        self._give_up(starved, starved_out(starved))
+
+    def watch(self) -> None:
+        """Give up streams whose consumer is gone or takes nothing; cheap to call often."""
+        now = time.monotonic()
+        if now < self._watch_due:
+            return
+        self._watch_due = now + min(BEAT_S, STARVED_S) / 5
+        for stream in list(self._streams.values()):
+            if stream.credit <= 0 and now - stream.starved_since > STARVED_S:
+                self._give_up(stream, starved_out(stream))
+            elif now - stream.beat_at > BEAT_S:
+                stream.beat_at = now
+                if not self.reply(stream.owner, [msg.encode(msg.Beat(stream.number))]):
+                    self.cancel((stream.owner, stream.number))
 
     def add(self, stream: Stream) -> None:
         """Serve a stream."""
@@ -79,13 +117,14 @@ class Sender:
         return 0.0
 
     def reply(self, owner: bytes, parts: Sequence[Buffer]) -> bool:
-        """Send a message; False when its receiver is gone."""
+        """Send a message; False when its receiver is gone, or does not read what it was sent before."""
         try:
             self._socket.send(owner, zmq.SNDMORE | zmq.NOBLOCK)
             for part in parts[:-1]:
                 self._socket.send(part, zmq.SNDMORE)
             self._socket.send(parts[-1], copy=False)  # small ones are copied all the same
         except zmq.ZMQError:
+            self.unsent += 1
             return False
         return True
 
@@ -101,7 +140,7 @@ class Sender:
             stream = self._turn[0]
             self._turn.rotate(-1)
             if error := stream.failure():
-                self._finish(stream, msg.to_failed(stream.number, error))
+                self._give_up(stream, error)
             elif stream.finished:
                 self._finish(stream, msg.End(stream.number, stream.waited_s))
             elif not stream.outbox:
@@ -109,6 +148,9 @@ class Sender:
             elif stream.credit > 0 and stream.not_before <= time.monotonic() and not self._strike(stream):
                 return self._cut(stream)
         return None
+
+    def _give_up(self, stream: Stream, error: KVServeError) -> None:
+        self._finish(stream, msg.to_failed(stream.number, error))
 
     def _finish(self, stream: Stream, last: msg.Reply) -> None:
         self.reply(stream.owner, [msg.encode(last)])
@@ -139,6 +181,8 @@ class Sender:
         stream.credit -= len(body) + msg.OVERHEAD
         parts = (msg.encode(msg.Piece(stream.number, sealed.index, offset, size, head)), body)
         due = self._pacer.due(len(head) + len(body))
+        if stream.credit <= 0:
+            stream.starved_since = due
         if stream.offset >= size:
             stream.pop(due)
             self._pullers.submit(stream)
@@ -146,5 +190,16 @@ class Sender:
 
     def _transmit(self, held: Held) -> None:
         stream = held.stream
+        stream.beat_at = held.due
         if not stream.cancelled and not stream.offer.ended and not self.reply(stream.owner, held.parts):
             self.cancel((stream.owner, stream.number))
+
+
+def _starved_since(stream: Stream) -> float:
+    return stream.starved_since
+
+
+def starved_out(stream: Stream) -> TransferTimeout:
+    """What a consumer that takes nothing is told."""
+    idle_s = time.monotonic() - stream.starved_since
+    return TransferTimeout(f"the consumer of {stream.offer.key!r} took nothing for {idle_s:.3g} s and was given up")

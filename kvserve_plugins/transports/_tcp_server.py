@@ -18,16 +18,18 @@ from kvserve_core.wire import pack_header
 from kvserve_plugins.transports import _tcp_messages as msg
 from kvserve_plugins.transports._leases import Leases
 from kvserve_plugins.transports._pacing import Pacer
-from kvserve_plugins.transports._serving import select
+from kvserve_plugins.transports._serving import failed_source, select
 from kvserve_plugins.transports._tcp_faults import Faults
 from kvserve_plugins.transports._tcp_keys import Doorkeeper, secure_server
-from kvserve_plugins.transports._tcp_sender import MAX_STREAMS, REST_S, TICK_S, Sender
+from kvserve_plugins.transports._tcp_sender import REST_S, TICK_S, Sender
 from kvserve_plugins.transports._tcp_stream import Pullers, Stream
 
 MAX_TIMEOUT_S = 3600.0
 FAREWELL_MS = 200
 """How long closing waits for last messages: consumers in flight should hear why they fail."""
 _BATCH = 64
+_RECEIVE_S = 0.02
+"""Requests are taken for this long at a time, so that large ones of some do not stop what is sent to others."""
 _PULLERS = 2
 
 
@@ -66,6 +68,10 @@ class Waker:
 class Server:
     """Binds at once and serves ``leases`` until closed.
 
+    What a consumer can make this side hold is bounded by connection: streams, credit, queued answers, the size of a
+    request. The parts of a request that never ends are not: ZeroMQ gathers them before it says that any came. With
+    CURVE keys only their holders come that far.
+
     Raises:
         TransportError: the address cannot be bound.
     """
@@ -96,7 +102,7 @@ class Server:
         router.linger = FAREWELL_MS
         router.maxmsgsize = msg.MAX_REQUEST
         router.router_mandatory = True  # a consumer that left is an error here, not a silent loss
-        router.sndhwm = 0  # what is queued per consumer is bounded by its credit, in bytes
+        router.sndhwm = msg.MAX_QUEUED  # segments are bounded by credit; this is for answers that nobody reads
         router.heartbeat_ivl, router.heartbeat_timeout = int(beat_s * 1000), int(beat_s * 3000)
         router.ipv6 = ":" in bind
         if key_dir is not None:
@@ -136,6 +142,7 @@ class Server:
             if self._socket in events:
                 self._receive()
             self._expire()
+            self._sender.watch()
             wait_s = min(self._sender.advance(), TICK_S if len(self._leases) else REST_S)
         self._sender.advance()  # tells those in flight
         if self._door:
@@ -150,24 +157,31 @@ class Server:
             self._leases_due = min(upcoming, now + TICK_S) if len(self._leases) else 0.0
 
     def _receive(self) -> None:
+        until = time.monotonic() + _RECEIVE_S
         for _ in range(_BATCH):
+            if time.monotonic() > until:
+                return
             try:
                 owner, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                if len(parts) != 1:
-                    raise FrameError(f"a request of {len(parts)} parts, expected 1")
-                self._handle(owner, msg.decode_request(parts[0]))
+                request = _request(parts)
+            except FrameError as error:  # its stream is unknown; kvserve's consumers only have number 0
+                self.malformed += 1
+                self._sender.reply(owner, [msg.encode(msg.to_failed(0, error))])
+                continue
+            try:
+                self._handle(owner, request)
             except KVServeError:
                 self.malformed += 1
 
     def _handle(self, owner: bytes, request: msg.Request) -> None:
         match request:
             case msg.Fetch():
-                self._answer(owner, request.stream, lambda: self._open(owner, request))
+                self._answer(owner, request, lambda: self._open(owner, request))
             case msg.Renew():
-                self._answer(owner, request.stream, lambda: self._renew(owner, request))
+                self._answer(owner, request, lambda: self._renew(owner, request))
             case msg.Release():
                 self._leases.release(request.key, request.share, request.report)
             case msg.Credit():
@@ -175,13 +189,13 @@ class Server:
             case msg.Cancel():
                 self._sender.cancel((owner, request.stream))
 
-    def _answer(self, owner: bytes, stream: int, act: Callable[[], None]) -> None:
+    def _answer(self, owner: bytes, request: msg.Fetch | msg.Renew, act: Callable[[], None]) -> None:
         try:
             act()
         except KVServeError as error:
-            failed = msg.to_failed(stream, error)
-        except Exception as error:  # noqa: BLE001  # a source that breaks fails its own transfer only
-            failed = msg.Failed(stream, "aborted", f"{type(error).__name__}: {error}"[:1000])
+            failed = msg.to_failed(request.stream, error)
+        except BaseException as error:  # noqa: BLE001  # a source that breaks fails its own transfer only
+            failed = msg.to_failed(request.stream, failed_source(request.key, error))
         else:
             return
         self._sender.reply(owner, [msg.encode(failed)])
@@ -189,8 +203,7 @@ class Server:
     def _open(self, owner: bytes, fetch: msg.Fetch) -> None:
         if (owner, fetch.stream) in self._sender or not fetch.timeout_s > 0:
             raise FrameError(f"stream {fetch.stream} is in use, or a timeout of {fetch.timeout_s} s")
-        if self._sender.full:
-            raise FrameError(f"{MAX_STREAMS} fetches are being served already; try again later")
+        self._sender.make_room(owner)
         offer = self._leases.get(fetch.key)
         header = offer.source.header
         indices = select(header, offer.source.plan, Selection(fetch.regions, fetch.peer))
@@ -202,3 +215,9 @@ class Server:
     def _renew(self, owner: bytes, renew: msg.Renew) -> None:
         self._leases.renew(renew.key, renew.lease_s)
         self._sender.reply(owner, [msg.encode(msg.Done(renew.stream))])
+
+
+def _request(parts: list[bytes]) -> msg.Request:
+    if len(parts) != 1:
+        raise FrameError(f"a request of {len(parts)} parts, expected 1")
+    return msg.decode_request(parts[0])

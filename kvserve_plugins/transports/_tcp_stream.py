@@ -8,10 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvserve_core.errors import KVServeError, PeerLost, TransferTimeout
+from kvserve_core.errors import KVServeError, TransferTimeout
 from kvserve_core.wire import Sealed
 from kvserve_plugins.transports._leases import Offer
-from kvserve_plugins.transports._serving import timed_out
+from kvserve_plugins.transports._serving import checked_segment, failed_source, timed_out
 
 AHEAD_BYTES = 32 * 2**20
 AHEAD_SEGMENTS = 256
@@ -33,6 +33,8 @@ class Stream:
         self.todo = deque(indices)
         self.outbox: deque[Sealed] = deque()
         self.credit = 0
+        self.starved_since = self.beat_at = self.started
+        """Since when there is no credit, and when the consumer was last seen to be there."""
         self.offset = 0
         self.not_before = 0.0
         self.waited_s = 0.0
@@ -138,7 +140,10 @@ class Pullers:
             now = time.monotonic()
             until = now + (_SLICE_S if self._queue.empty() else _SLICE_BUSY_S)
             try:
-                sealed = stream.offer.source.get(stream.todo[0], min(until, stream.deadline))
+                index = stream.todo[0]
+                sealed = checked_segment(stream.offer.source.get(index, min(until, stream.deadline)), index)
+                if stream.push(sealed):
+                    self._wake()
             except TransferTimeout:
                 if now < stream.deadline:
                     self._queue.put(stream)
@@ -146,8 +151,5 @@ class Pullers:
                 stream.error = timed_out("the source", stream.offer.key, now - stream.started)
             except KVServeError as error:
                 stream.error = error
-            except Exception as error:  # noqa: BLE001  # a source that breaks fails its own transfer only
-                stream.error = PeerLost(f"the source of {stream.offer.key!r} failed: {type(error).__name__}: {error}")
-            else:
-                if stream.push(sealed):
-                    self._wake()
+            except BaseException as error:  # noqa: BLE001  # a source that breaks fails its own transfer only
+                stream.error = failed_source(stream.offer.key, error)

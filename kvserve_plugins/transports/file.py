@@ -31,8 +31,9 @@ class File(Store):
     Address: ``file:///absolute/folder``. ``publish`` blocks until the source gave every segment (each within
     ``lease_s``) and the frame is on disk; nothing of the producer is needed after that. Several processes may share
     the folder. Keys name contents, so the last of two writers wins; a reader keeps the frame it opened. An object
-    whose header, table or trailer is damaged is removed when it is met, and raises FrameError that once; damage to
-    a segment shows when it is unsealed, and ``withdraw`` then removes the object.
+    whose header, table or trailer is damaged is removed when it is fetched, and raises FrameError that once; damage
+    to a segment shows when it is unsealed, and ``withdraw`` then removes the object. A frame of a newer version is
+    FrameError too, and kept.
     """
 
     class Config(ComponentConfig):
@@ -102,11 +103,20 @@ class File(Store):
             return FrameReader(self._folder.file(key))
         except FileNotFoundError:
             self._missing(key)
-        except FrameError:
-            self._folder.remove(key)
+        except FrameError as error:
+            self._discard(key, error)
             raise
         except OSError as error:
             raise TransportError(f"cannot read {key!r} from {self.address!r}: {error}; check the folder") from error
+
+    def _discard(self, key: str, damage: FrameError) -> None:
+        """Remove what is damaged, so that it is met once; what only a newer kvserve reads is not damaged."""
+        if _is_newer(self._folder.file(key)):
+            return
+        try:
+            self._folder.remove(key)
+        except TransportError as error:
+            raise TransportError(f"{key!r} is damaged ({damage}), and stays so: {error}") from damage
 
     def _missing(self, key: str) -> NoReturn:
         raise LeaseLost(f"the store {self.address!r} does not hold {key!r}: never stored, or evicted") from None
@@ -134,20 +144,28 @@ class File(Store):
         """Nothing: stored objects outlive their readers, and leave by eviction."""
 
     def withdraw(self, key: str, reason: str) -> None:
-        """Remove the object."""
+        """Remove the object; raises :class:`TransportError` when the disk does not let it go."""
         self._folder.remove(key)
 
     def contains(self, keys: Sequence[str]) -> int:
-        """How many leading keys are present with a sound header; counts as a use of each."""
+        """How many leading keys are present with a sound header. Changes nothing, so that a scheduler may ask."""
         return next((n for n, key in enumerate(keys) if not self._has(key)), len(keys))
 
     def _has(self, key: str) -> bool:
         try:
             with self._folder.file(key).open("rb") as file:
                 wire.unpack_header(file.read(wire.PRELUDE_BYTES + wire.MAX_HEADER + wire.ALIGN))
-        except FrameError:
-            self._folder.remove(key)
+        except (FrameError, OSError):
             return False
-        except OSError:
-            return False
-        return self._folder.touch(key)
+        return True
+
+
+def _is_newer(path: Path) -> bool:
+    """Whether a file starts like a frame that asks for a newer reader."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(wire.PRELUDE_BYTES)
+    except OSError:
+        return False
+    magic, min_reader = start[: len(wire.MAGIC)], start[len(wire.MAGIC) + 2 :][:1]
+    return magic == wire.MAGIC and min_reader > bytes(wire.READS[1:])

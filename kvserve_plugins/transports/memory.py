@@ -15,7 +15,14 @@ from kvserve_core.policy import Outcome
 from kvserve_core.transport import Delivery, Released, SegmentSource, Selection, Transport
 from kvserve_core.wire import Sealed
 from kvserve_plugins.transports._leases import Leases, Offer
-from kvserve_plugins.transports._serving import LocalDelivery, checked_key, checked_segment, failed_source, select, timed_out
+from kvserve_plugins.transports._serving import (
+    LocalDelivery,
+    checked_key,
+    checked_segment,
+    failed_source,
+    select,
+    timed_out,
+)
 
 SCHEME = "memory://"
 _publishers: dict[str, Memory] = {}

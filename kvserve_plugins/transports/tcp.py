@@ -18,7 +18,8 @@ from kvserve_core.units import Bandwidth, Duration, Size
 from kvserve_plugins.transports import _tcp_messages as msg
 from kvserve_plugins.transports._leases import Leases, checked_lease
 from kvserve_plugins.transports._pacing import Pacer
-from kvserve_plugins.transports._tcp_address import is_loopback, is_wildcard, parse, published
+from kvserve_plugins.transports._serving import checked_key
+from kvserve_plugins.transports._tcp_address import is_host, is_loopback, is_wildcard, parse, published
 from kvserve_plugins.transports._tcp_delivery import TcpDelivery
 from kvserve_plugins.transports._tcp_faults import Faults, parse_faults
 from kvserve_plugins.transports._tcp_keys import create_keys
@@ -57,6 +58,13 @@ class Tcp(Transport):
 
         @model_validator(mode="after")
         def _safe(self) -> Self:
+            if not is_host(self.bind) and self.bind != "*":
+                raise ValueError(f"bind = {self.bind!r} is no host; give an address of this machine, e.g. '10.0.0.5'")
+            if self.advertise is not None and (not is_host(self.advertise) or is_wildcard(self.advertise)):
+                raise ValueError(
+                    f"advertise = {self.advertise!r} is no host that consumers can reach; give a name or an address"
+                    " such as '10.0.0.5', or leave it out to use 'bind'"
+                )
             if not is_loopback(self.bind) and self.key_dir is None and not self.insecure:
                 raise ValueError(
                     f"bind = {self.bind!r} can be reached from other machines; set key_dir to a folder of CURVE keys,"
@@ -97,7 +105,7 @@ class Tcp(Transport):
     def publish(self, key: str, source: SegmentSource, lease_s: float) -> str:
         """Offer ``source``; its segments are taken when a consumer asks for them."""
         address = self.address
-        self._leases.add(key, source, lease_s)
+        self._leases.add(checked_key(key), source, lease_s)
         self._wake()
         return address
 
@@ -106,7 +114,8 @@ class Tcp(Transport):
 
         Raises:
             TransferTimeout, LeaseLost, PeerLost, Unacceptable: see :class:`Transport`. FrameError: malformed answer.
-            TransportError: the address cannot lead to the producer.
+            TransportError: the address cannot lead to the producer, or the selection is too large.
+            TransferCancelled: the transport was closed meanwhile, also while the header is awaited.
         """
         at = parse(address)
         return TcpDelivery(
@@ -137,7 +146,11 @@ class Tcp(Transport):
             return
         at = parse(address)
         link = self._links.take(at)
-        link.send(msg.Release(key, share, report))
+        try:
+            link.send(msg.Release(key, share, report))
+        except BaseException:
+            link.close()
+            raise
         self._links.give(at, link)
 
     def _mine(self, address: str) -> bool:
@@ -163,10 +176,10 @@ class Tcp(Transport):
                 first, self._closed = not self._closed, True
             if not first:
                 return
+            self._links.close()
             self._leases.withdraw_all("the transport was closed")
             if self._server is not None:
                 self._server.close()
-            self._links.close()
 
 
 def _ask(link: Link, request: msg.Renew, key: str, timeout_s: float) -> KVServeError | None:

@@ -178,8 +178,14 @@ def test_release_by_shares_frees_once_and_collects_reports(leased: Transport) ->
         fetch_all(leased, address, source)
 
 
+class Stuck(Source):
+    """Says that it is complete, and gives only what was finished."""
+
+    complete = True
+
+
 def test_an_expired_lease_is_reported_and_ends_fetches(leased: Transport) -> None:
-    source = Source(3, ready=False)
+    source = Stuck(3, ready=False)
     address = leased.publish("t", source, 0.3)
     source.finish(0)
     delivery = iter(leased.fetch(address, "t", want(source.plan), soon()))
@@ -247,3 +253,33 @@ def test_close_fails_fetches_in_flight(leased: Transport) -> None:
     with pytest.raises(PeerLost):
         list(delivery)
     other.close()
+
+
+@pytest.mark.parametrize("error", [KeyError, ValueError])
+def test_an_error_of_the_source_itself_is_a_lost_peer(leased: Transport, error: type[Exception]) -> None:
+    class Broken(Source):
+        def get(self, index: int, deadline: float) -> object:  # type: ignore[override]  # broken on purpose
+            raise error("inside")
+
+    address = leased.publish("t", Broken(), 30)
+    with pytest.raises(PeerLost, match="inside"):
+        list(leased.fetch(address, "t", want(Source().plan), soon()))
+
+
+def test_a_key_that_is_no_text_or_too_long_is_refused(transport: Transport) -> None:
+    address = transport.publish("t", Source(), 30)
+    for key in ("\ud800", "k" * 1025):
+        for call in (
+            lambda key=key: transport.publish(key, Source(), 30),
+            lambda key=key: transport.fetch(address, key, want(Source().plan), soon()),
+        ):
+            with pytest.raises(TransportError, match="key"):
+                call()
+
+
+def test_too_many_regions_are_refused(transport: Transport) -> None:
+    source = Source()
+    address = transport.publish("t", source, 30)
+    many = replace(want(source.plan), regions=(source.plan[0],) * 4097)
+    with pytest.raises(TransportError, match="larger regions"):
+        transport.fetch(address, "t", many, soon())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvserve_core.errors import FrameError, IntegrityError, LeaseLost, StoreFull, TransferTimeout, TransportError
-from kvserve_core.wire import Codebook
+from kvserve_core.wire import READS, Codebook, pack_header
 from kvserve_plugins.transports._folder import TEMP
 from kvserve_plugins.transports._host import host_id
 from kvserve_plugins.transports.file import File
@@ -168,11 +168,65 @@ def test_a_damaged_frame_is_removed_when_met(tmp_path: Path, place: int) -> None
         made.fetch(made.address, "t", want(Source().plan), soon())
 
 
-def test_contains_removes_a_frame_whose_header_is_damaged(tmp_path: Path) -> None:
+def test_contains_changes_nothing(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    made.publish("t", Source(), 5)
+    age(made, "t", 1000)
+    made._folder.file("damaged").write_bytes(b"not a frame")
+    assert made.contains(["t", "damaged"]) == 1
+    assert made._folder.file("t").stat().st_mtime == 1000
+    assert made._folder.file("damaged").exists()
+
+
+def test_a_frame_of_a_newer_version_is_kept(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    header = Source().header
+    made._folder.file("t").write_bytes(pack_header(header, (READS[1] + 1, 0)) + bytes(4096))
+    assert made.contains(["t"]) == 0
+    for _ in range(2):
+        with pytest.raises(FrameError, match="upgrade the consumer"):
+            made.fetch(made.address, "t", want(Source().plan), soon())
+    assert made._folder.file("t").exists()
+
+
+def test_damage_that_cannot_be_removed_is_a_transport_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = store(tmp_path)
     made._folder.file("t").write_bytes(b"not a frame")
+
+    def read_only(*args: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    monkeypatch.setattr(os, "utime", read_only)
     assert made.contains(["t"]) == 0
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(TransportError, match="is damaged"):
+        made.fetch(made.address, "t", want(Source().plan), soon())
+    with pytest.raises(TransportError, match="cannot remove"):
+        made.withdraw("t", "damaged")
+    made.renew(made.address, "t", 5)  # there, whether or not its use can be noted
+    with pytest.raises(LeaseLost):
+        made.renew(made.address, "other", 5)
+
+
+def test_what_others_left_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / f"{TEMP}x").write_bytes(b"x")
+    (tmp_path / f"{TEMP}feedfacefeedface-1-dd").mkdir()
+    (tmp_path / f"{TEMP}{host_id('pid')}-{10**30}-aa").write_bytes(b"no such process")
+    size = frame_bytes(tmp_path / "elsewhere")
+    (tmp_path / "a.kvframe").mkdir()
+    os.utime(tmp_path / "a.kvframe", (1, 1))
+    made = store(tmp_path, max_bytes=size + 10)
+    made.publish("a", Source(), 5)
+    made.publish("b", Source(), 5)
+    assert [made.contains([k]) for k in "ab"] == [0, 1]
+    assert sum(p.name.startswith(TEMP) for p in tmp_path.iterdir()) == 2
+
+
+def test_a_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    for call in (lambda: made.contains(["\ud800"]), lambda: made.withdraw("\ud800", "")):
+        with pytest.raises(TransportError, match="Unicode"):
+            call()
 
 
 def test_a_damaged_segment_shows_when_unsealed(tmp_path: Path) -> None:
@@ -205,8 +259,9 @@ def test_a_source_that_is_not_ready_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_path_that_cannot_be_a_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(TransportError, match="cannot use"):
-        store(tmp_path / "file")
+    for path in (tmp_path / "file", Path("\0")):
+        with pytest.raises(TransportError, match="cannot use"):
+            store(path)
 
 
 def test_two_processes_write_at_once(tmp_path: Path) -> None:

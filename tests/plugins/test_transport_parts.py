@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve_core.errors import ConfigError, FrameError, LeaseLost, TransportError
@@ -76,7 +79,80 @@ def test_shares_in_any_order_and_repeated_free_exactly_once(order: list[tuple[in
     assert len(released.reports) == 3
 
 
-@pytest.mark.parametrize("share", [(1, 1), (-1, 2), (0, 0)])
+def test_a_lease_waits_for_its_source_and_starts_over_on_use() -> None:
+    clock = Clock()
+    leases = Leases(clock)
+    source = Source(2, ready=False)
+    leases.add("t", source, 10)
+    clock.now += 100
+    leases.expire()
+    source.finish()
+    clock.now += 9
+    leases.get("t").used()
+    clock.now += 9
+    assert leases.get("t").expires == pytest.approx(219)
+    clock.now += 1
+    leases.expire()
+    assert source.closed == "its lease ran out"
+
+
+def test_the_first_share_says_how_many_there_are() -> None:
+    leases = Leases()
+    leases.add("t", Source(1, 8), 10)
+    leases.release("t", (0, 2), Outcome("t", "raw", 1, 1))
+    for i in range(1, 5):
+        with pytest.raises(TransportError, match="shared by 2"):
+            leases.release("t", (i, 4096), Outcome("t", "raw", 1, 1))
+    assert len(leases.get("t").reports) == len(leases.get("t").shares) == 1
+    leases.release("t", (1, 2), None)
+    assert [len(r.reports) for r in leases.poll()] == [1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transfer_s": float("nan")},
+        {"total_s": float("inf")},
+        {"decode_s": -1.0},
+        {"encode_s": 1e300},
+        {"raw_bytes": -1},
+        {"wire_bytes": 2**62 + 1},
+        {"profile": "p" * 5000},
+    ],
+)
+def test_an_absurd_report_is_dropped_and_the_share_counts(change: dict[str, object]) -> None:
+    leases = Leases()
+    leases.add("t", Source(1, 8), 10)
+    leases.release("t", (0, 1), replace(Outcome("t", "raw", 1, 1), **change))
+    (released,) = leases.poll()
+    assert (released.reason, released.reports) == ("", ())
+
+
+def test_a_long_reason_is_cut() -> None:
+    leases = Leases()
+    leases.add("t", Source(1, 8), 10)
+    leases.release("t", (0, 1), Outcome("t", "raw", 1, 1, ok=False, reason="x" * 10_000))
+    (released,) = leases.poll()
+    assert released.reports[0].reason == "x" * 256
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(1, 1000), min_size=8, max_size=8))
+def test_a_pacer_shared_by_threads_books_every_byte_once(sizes: list[int]) -> None:
+    class Slow(float):
+        """A rate whose division lets other threads run."""
+
+        def __rtruediv__(self, nbytes: float) -> float:
+            time.sleep(1e-4)
+            return nbytes / float(self)
+
+    pacer = Pacer(Slow(1.0), lambda: 100.0)
+    with ThreadPoolExecutor(4) as pool:
+        due = list(pool.map(pacer.due, sizes))
+    assert max(due) == pytest.approx(100.0 + sum(sizes))
+
+
+@pytest.mark.parametrize("share", [(1, 1), (-1, 2), (0, 0), (0, 2**62), (0, 4097)])
 def test_a_share_that_does_not_exist_is_refused(share: tuple[int, int]) -> None:
     with pytest.raises(TransportError, match="share"):
         Leases().release("t", share, None)
@@ -132,6 +208,8 @@ def test_faults_are_parsed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             parse_faults(bad)
     sealed = Source(1, 64).sealed[0]
     assert bytes(corrupted(sealed).body) != bytes(sealed.body)
+    empty = replace(sealed, body=b"")
+    assert corrupted(empty) == empty
 
 
 def test_loopback_of_another_machine_says_what_to_set() -> None:

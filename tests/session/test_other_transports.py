@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fake_engine import FakeEngine, decision, wait_for
+from fake_engine import FakeEngine, collect, decision, wait_for
 from kvserve_core.errors import LeaseLost, PeerLost, TransferTimeout
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import LOSSLESS_PIPELINE
@@ -111,12 +111,9 @@ def test_a_killed_producer_fails_its_requests_and_no_others(tcp: Transport) -> N
     try:
         decode.start(doomed.publish("doomed", ready=256))
         doomed.processes[0].kill()
-        event = decode.load(healthy.publish("healthy"))
-        events = {event.transfer_id: event}
-        while len(events) < 2:
-            other = wait_for(decode.session.poll, (Loaded, LoadFailed), 40)
-            assert isinstance(other, Loaded | LoadFailed)
-            events[other.transfer_id] = other
+        decode.start(healthy.publish("healthy"))
+        ended = collect(decode.session.poll, (Loaded, LoadFailed), 2, 60)
+        events = {e.transfer_id: e for e in ended if isinstance(e, Loaded | LoadFailed)}
         assert isinstance(events["healthy"], Loaded)
         assert decode.engine.holds("healthy", range(TOTAL), TOTAL)
         failed = events["doomed"]

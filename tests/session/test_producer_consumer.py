@@ -465,6 +465,18 @@ def test_interleaved_chunked_prefills_share_a_budget(world: World) -> None:
     assert side.session.budget.held_bytes == 0
 
 
+def test_an_id_can_be_used_again_at_once(world: World) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv), world.consumers(kv)
+    send(prefill, 300, "raw", (range(256),))
+    prefill[0].session.abort("t", "client went away")
+    loc = send(prefill, 300, "raw")
+    failed = wait_for(prefill[0].session.poll, Failed)
+    assert failed.reason == "client went away"
+    assert isinstance(load(decode, loc)[0], Loaded)
+    assert wait_for(prefill[0].session.poll, (Outcome, Failed)).ok
+
+
 def test_an_abort_while_encoding_leaves_no_bytes_reserved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = dense()
     side = world.producers(kv)[0]

@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import io
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 from blake3 import blake3
 
 from kvserve_core.errors import ArtefactError, UnavailableComponentError, did_you_mean
+from kvserve_core.settings import cache_dir
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,6 @@ Progress = Callable[[float, str], None]
 """``(fraction done, what happens next)``."""
 DROPPED = ("quantization_config", "_name_or_path", "dtype", "torch_dtype", "transformers_version")
 """Config keys that describe the GGUF file or how it was read, not the model."""
-
-
-def cache_dir() -> Path:
-    """``KVSERVE_CACHE``, else ``~/.cache/kvserve``."""
-    return Path(os.environ.get("KVSERVE_CACHE") or Path.home() / ".cache" / "kvserve")
 
 
 def find_gguf(model: str) -> list[Path]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.metadata
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from kvserve_hf.texts import (
+    Kind,
     PinnedText,
     PinnedTextError,
     as_json,
+    calibration_texts,
     demo_prompts,
+    domain_texts,
     load_text,
     load_texts,
     pin,
@@ -80,13 +86,40 @@ def test_texts_become_equally_many_tokens(package: Path) -> None:
 
 def test_the_shipped_list_is_prose_and_code_from_disjoint_sources() -> None:
     pins = pinned_texts()
-    assert len(pins) >= 8
-    assert {p.kind for p in pins} == {"prose", "code"}
+    assert [sum(p.kind == kind for p in pins) for kind in ("prose", "code")] == [8, 8]
     assert len({p.package for p in pins}) == len(pins)
     assert (
         as_json(pins)
         == (Path(importlib.import_module("kvserve_hf.texts").__file__).parent / "pinned_texts.json").read_text()
     )
+
+
+def test_calibration_and_test_texts_share_no_package() -> None:
+    calibration = {p.package.lower() for p in calibration_texts()}
+    domains = [p for kind in get_args(Kind) for p in domain_texts(kind)]
+    assert calibration.isdisjoint(p.package.lower() for p in domains)
+    assert {p.kind for p in domains} == set(get_args(Kind))
+
+
+def test_an_unknown_domain_gives_the_nearest() -> None:
+    with pytest.raises(PinnedTextError, match="did you mean 'manual'"):
+        domain_texts("manuals")
+
+
+def test_humaneval_is_read_as_code(package: Path) -> None:
+    rows = [{"prompt": f"def f{i}():\n", "canonical_solution": f"    return {i}\n"} for i in range(300)]
+    data = "\n".join(map(json.dumps, rows)).encode()
+    (package.parent / "problems.jsonl.gz").write_bytes(gzip.compress(data))
+    loaded = load_text(pin("h", "humaneval", "acme-texts", "problems.jsonl.gz", 0, 60))
+    assert loaded.text.startswith("def f0():\n    return 0\n\n\ndef f1():\n")
+
+
+def test_a_licence_is_found_beside_the_metadata(package: Path) -> None:
+    folder = package.parent / "acme_texts-1.0.dist-info" / "licenses"
+    folder.mkdir()
+    (folder / "LICENSE").write_text("Permission is granted. " * 300)
+    made = pin("l", "licence", "acme-texts", "licenses/LICENSE", 23, 500)
+    assert (load_text(made).text[:10], len(load_text(made).text)) == ("Permission", 500)
 
 
 def test_the_shipped_list_matches_where_its_versions_are_installed() -> None:

@@ -49,7 +49,7 @@ def bench(
     allow_unpinned: Annotated[bool, typer.Option(help="Measure on other versions of the pinned texts.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure ratio against quality of pipelines on a model: real frames, pinned texts, tasks with one right answer."""
+    """Measure ratio against quality of pipelines on a model: real frames, pinned texts, tasks with one answer."""
     if kind not in KINDS:
         raise UnknownNameError(did_you_mean(kind, KINDS, "kind of benchmark"))
     if resume and out is None:
@@ -92,7 +92,7 @@ def _document(
     finally:
         bench.close()
         questions.close()
-    command = shlex.join(["kvserve", *sys.argv[1:]])
+    command = shlex.join(["kvserve", *(a for a in sys.argv[1:] if a != "--resume")])  # it changes no figure
     return report.document(command, engine, loaded, questions if asked else None, families, rows)
 
 

@@ -43,9 +43,18 @@ def document(
             for t in texts
         ],
         "tasks": _tasks(tasks),
-        "families": [curve(family, rows) for family in families],
-        "pipelines": list(rows),
+        "families": rounded([curve(family, rows) for family in families]),
+        "pipelines": rounded(list(rows)),
     }
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to six digits, within lists and objects; the seventh is noise."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return [rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def curve(family: Family, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

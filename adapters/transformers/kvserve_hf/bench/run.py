@@ -128,7 +128,7 @@ class QualityRun:
 
     def _by_kind(self, measured: Sequence[TextQuality], ratios: Sequence[float]) -> dict[str, Row]:
         kinds = dict.fromkeys(t.pin.kind for t in self._texts)
-        found = {}
+        found: dict[str, Row] = {}
         for kind in kinds:
             members = [i for i, t in enumerate(self._texts) if t.pin.kind == kind]
             quality = Quality(tuple(measured[i] for i in members))
