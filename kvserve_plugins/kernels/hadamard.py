@@ -7,6 +7,7 @@ against 251; a dense product with the whole matrix needs 22, 80 and 309), so :fu
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
@@ -72,8 +73,20 @@ def butterflies(x: Tensor, down_to: int = 1, *, overwrite: bool = False) -> Tens
 
 def sums(x: Tensor, *, gemm: bool = False) -> Tensor:
     """``[..., T, n]`` in f32 times ``matrix(n)``. ``gemm`` allows products; see :func:`gemm_is_exact`."""
+    if x.device.type == "cuda" and (fast := accelerated()) is not None:
+        return _by_pieces(x, fast)
     allowed = gemm and x.device.type == "cpu" and x.shape[-2] >= GEMM_MIN_ROWS
     return _by_pieces(x, _product if allowed else butterflies)
+
+
+@lru_cache(maxsize=1)
+def accelerated() -> Callable[[Tensor], Tensor] | None:
+    """The CUDA kernel of ``fast_hadamard_transform`` where that package is installed: same order, f32, not scaled."""
+    try:
+        kernel: Callable[[Tensor], Tensor] = importlib.import_module("fast_hadamard_transform").hadamard_transform
+    except (ImportError, AttributeError):
+        return None
+    return kernel
 
 
 def fwht(x: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -251,3 +253,15 @@ def test_stored_minimum_of_bf16_data_is_exact() -> None:
     assert torch.equal(minmax.grid(x, (1,), 16, "bf16").lo.float(), x.amin(1, keepdim=True))
     below = minmax.grid(x * 1.001, (1,), 16, "bf16").lo.float()
     assert (below <= (x * 1.001).amin(1, keepdim=True)).all()
+
+
+def test_the_optional_cuda_kernel_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hadamard.accelerated.cache_clear()
+    monkeypatch.setitem(sys.modules, "fast_hadamard_transform", None)
+    assert hadamard.accelerated() is None
+    hadamard.accelerated.cache_clear()
+    monkeypatch.setitem(
+        sys.modules, "fast_hadamard_transform", SimpleNamespace(hadamard_transform=hadamard.butterflies)
+    )
+    assert hadamard.accelerated() is hadamard.butterflies
+    hadamard.accelerated.cache_clear()
