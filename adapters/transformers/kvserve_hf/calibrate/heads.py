@@ -2,8 +2,9 @@
 
 Per text and layer: the mean query of each attention head and the mean key of each KV head over the text's tokens,
 before RoPE; both repeated over ``SPAN`` positions and rotated; the softmax of the last position's logits; its
-cumulative sum, averaged over positions. The area is near 0 for a head that attends to what is recent, 0.5 for one that attends evenly,
-more for one that looks to the beginning. A KV head's score is the mean over its queries and texts: only ranks matter.
+cumulative sum, averaged over positions. The area is near 0 for a head that attends to what is recent, 0.5 for one that
+attends evenly, more for one that looks to the beginning. A KV head's score is the mean over its queries and texts: only
+ranks matter.
 """
 
 from __future__ import annotations
