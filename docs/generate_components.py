@@ -41,7 +41,8 @@ beyond them. In brackets, the same on the ends of the 95 % intervals of KL.
 """
 SPREAD = """### Other domains
 
-Calibrated on one kind of text, tested on others; {count} texts each, the same way as above.
+Calibrated on some kinds of text, tested on others, as above, at one step each. Texts: {counts}. A segment unlike those
+that a basis was calibrated on goes raw (the drift guard of `klt`): its ratio is lost, its quality is not.
 """
 
 
@@ -112,7 +113,10 @@ def _model(name: str, result: Mapping[str, Any]) -> str:
     columns = ("pipeline", "CR", "KL", "top-1", "dNLL", *counted, "calibrated files")
     rows = [_row(row, counted) for row in result["pipelines"] if "cr" in row]
     families = [f for f in result["families"] if f["points"] > 1]
-    at = [(f["family"], f["calibrated"] or "no", *(ratio(at) for at in f["at"])) for f in families]
+    at = [
+        (f["family"], f"`{f['calibrated']}`" if f["calibrated"] else "no", *(ratio(at) for at in f["at"]))
+        for f in families
+    ]
     targets = [f"CR at KL {at['kl']:g}" for at in families[0]["at"]] if families else []
     about = [f"- `{f['family']}`: {f['about']}" for f in result["families"] if f["points"]]
     kinds = [f"{sum(t['kind'] == kind for t in result['texts'])} {kind}" for kind in _kinds(result)]
@@ -158,12 +162,12 @@ def _robustness(result: Mapping[str, Any]) -> str:
     rows = []
     for row in result["pipelines"]:
         if "cr" in row:
-            cells = [row["by_kind"][kind] for kind in kinds]
-            rows.append(
-                (row["pipeline"], row["calibrated"] or "no", *(f"{c['cr']:.1f} / {c['kl']['mean']:.4f}" for c in cells))
-            )
-    head = SPREAD.format(count="2" if len(result["texts"]) == 2 * len(kinds) else "at most 2")
-    columns = ("CR / KL", "calibrated on", *kinds)
+            cells = [f"{c['cr']:.1f} / {c['kl']['mean']:.4f}" for c in (row["by_kind"][kind] for kind in kinds)]
+            escaped = f"{row['escaped_segments']} of {row['segments']}"
+            rows.append((row["pipeline"], row["calibrated"] or "nothing", *cells, escaped))
+    counts = {kind: sum(t["kind"] == kind for t in result["texts"]) for kind in kinds}
+    head = SPREAD.format(counts=", ".join(f"{kind} {count}" for kind, count in counts.items()))
+    columns = ("CR / KL", "calibrated on", *kinds, "segments sent raw")
     return "\n".join([head, f"    {result['command']}\n", table(columns, rows)])
 
 

@@ -5,17 +5,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
-from operator import attrgetter
 
 from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS, BandwidthEstimator
 from kvserve_core.errors import UnknownNameError, did_you_mean
-from kvserve_core.feasible import MAX_FIGURE, Filter, Request, check_context, check_quality, check_request
-from kvserve_core.library import LOSSLESS_PROFILE, RAW_PROFILE, Profile, ProfileLibrary
-from kvserve_core.menu import Menu
-from kvserve_core.policy import LOSSLESS, RAW, Candidate, Choice, Decision, Outcome, Policy, ServiceContext
-from kvserve_core.pricing import Priced, refusal
+from kvserve_core.feasible import (
+    MAX_FIGURE,
+    Filter,
+    Request,
+    check_chunk,
+    check_context,
+    check_quality,
+    check_reckoning,
+    check_request,
+    known_profiles,
+)
+from kvserve_core.library import Profile, ProfileLibrary
+from kvserve_core.menu import Menu, price
+from kvserve_core.model_time import LoadDecision, ModelTime, weigh
+from kvserve_core.overlap import Form
+from kvserve_core.policy import RAW, Candidate, Choice, Decision, Outcome, Policy, ServiceContext
+from kvserve_core.pricing import Priced, refusal, spent
 
 PRIOR_BANDWIDTH = 1.25e9
 """10 Gbps, in bytes/s."""
@@ -23,8 +35,8 @@ MAX_MENUS = 256
 """Kinds of request that are remembered: workloads x quality floors x peers."""
 REFRESH_S = 2.0
 """How often learned costs are brought up to date with how far they have faded."""
+Key = tuple[str, float | None, frozenset[str] | None, str]
 _log = logging.getLogger(__name__)
-_latency = attrgetter("latency_s")
 
 
 class Controller:
@@ -37,6 +49,8 @@ class Controller:
     prior_bandwidth: bytes/s, until a link was used. fingerprint: of the model served.
     allow_unprofiled: profiles that may be used without a quality record.
     self_test: measures ``raw`` and ``lossless`` here, asked once, and only for those the library does not hold.
+    chunk_bytes: original bytes that are encoded, sent and decoded at a time, where these overlap (see
+    :mod:`~kvserve_core.overlap`); None where they follow each other. priors: bytes/s by link.
 
     Raises:
         ConfigError: ``min_quality`` or ``prior_bandwidth`` is out of range.
@@ -53,15 +67,21 @@ class Controller:
         fingerprint: str | None = None,
         allow_unprofiled: Collection[str] = (),
         self_test: Callable[[], Iterable[Profile]] | None = None,
+        chunk_bytes: float | None = None,
+        priors: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if library is None:
             _say_no_library()
         check_quality(min_quality)
         self.policy = policy
+        self._teaches = type(policy).observe is not Policy.observe
+        self.min_quality = min_quality
         self.policy_failures = 0
         self.refused_outcomes = 0
-        self.links = BandwidthEstimator(prior_bandwidth, clock=clock)
+        self.links = BandwidthEstimator(prior_bandwidth, priors=priors, clock=clock)
+        self.model = ModelTime()
+        self._form = Form(check_chunk(chunk_bytes))
         self._priced = {p.name: Priced(p) for p in known_profiles(library, self_test)}
         self._check_names(policy.wants, "policy.configuration.profile")
         self._check_names(allow_unprofiled, "allow_unprofiled")
@@ -90,18 +110,23 @@ class Controller:
                 0 <= nbytes <= MAX_BYTES and 0 <= model_s <= MAX_SECONDS and (slo_s is None or 0 <= slo_s <= MAX_FIGURE)
             )
             usual = usual and (bandwidth is None or 0 < bandwidth <= MAX_FIGURE)
+            usual = usual and (context.active is None or 0 <= context.active <= MAX_FIGURE)
         except TypeError:
             usual = False
         if not usual:
             check_context(context)
+        if context.tokens is not None or context.elapsed_s:
+            check_reckoning(context)
+            context = self.model.reckon(context)
+            model_s, slo_s = context.model_s, context.slo_s
         if (now := self._clock()) >= self._refresh_at:
             self._refresh(now)
-        key = (context.workload, context.min_quality, context.acceptable, context.intent)
+        key = menu_key(context)
         menu = self._menus.get(key) or self._menu(key)
         if bandwidth is None:
-            bandwidth = self.links.estimate(context.link)
+            bandwidth = self.links.estimate(context.link, context.active, now)
         items = menu.near(nbytes if nbytes > 0 else 1, bandwidth)
-        candidates = _price(items, nbytes, bandwidth, model_s)
+        candidates = price(items, nbytes, bandwidth, model_s, self._form)
         chosen, reason = self._ask(context, candidates)
         if slo_s is not None and chosen.latency_s > slo_s:
             reason = _late(reason, candidates[0].latency_s > slo_s)
@@ -120,13 +145,60 @@ class Controller:
             self._say_once(f"report {reason.split()[0]}", f"dropped a report on {outcome.transfer_id!r:.80}: {reason}")
             return
         if outcome.ok:
-            for link in {decision.context.link, outcome.link}:
-                self.links.observe(link, outcome.wire_bytes, outcome.transfer_s)
+            self.links.observe(outcome.link, outcome.wire_bytes, outcome.transfer_s)
+            if decision.context.link != outcome.link:
+                self.links.observe(decision.context.link, outcome.wire_bytes, outcome.transfer_s)
             self._reprice(outcome, decision.context.nbytes)
+        if not self._teaches:
+            return
         try:
+            if outcome.ok:
+                outcome = self._judged(decision, outcome)
             self.policy.observe(decision, outcome)
         except Exception as error:  # noqa: BLE001  # a plugin's failure must not end the engine's loop
             self._failed("observe", error)
+
+    def feasible(self, context: ServiceContext) -> tuple[Priced, ...]:
+        """The profiles that may serve a request, raw first, at what they cost now."""
+        return tuple(priced for priced, _ in self._menu(menu_key(context)).items)
+
+    def estimate(self, priced: Priced, decision: Decision, bandwidth: float | None = None) -> Candidate:
+        """Eq. 1 of a feasible profile for the request of ``decision``, near the envelope or not; for explanations."""
+        context = decision.context
+        quality = self._filter.quality(priced.profile, context.workload) or 0.0
+        at = bandwidth or decision.bandwidth
+        return price([(priced, quality)], context.nbytes, at, context.model_s, self._form)[0]
+
+    def decide_load(self, tokens: int, context: ServiceContext, profile: str | None = None) -> LoadDecision:
+        """Whether to load a cached prefix of ``tokens`` (``context.nbytes`` bytes) or to compute it anew.
+
+        profile: what it is stored as, so that it is only to be fetched and decoded; None where it is still to be
+        encoded, by what ``choose`` picks. The queue and the rest of the prompt are common to both ways. Costs are lines
+        over the prefix length, so a part of a prefix is never better than all or none of it.
+
+        Raises:
+            ConfigError: a figure is out of range.
+            UnknownNameError: there is no such profile here.
+        """
+        check_reckoning(replace(context, tokens=tokens))
+        load = self.choose(context)
+        name = load.profile if profile is None else profile
+        self._check_names((name,), "profile")
+        chosen = self._priced[name]
+        encode_s, decode_s, wire = chosen.costs(context.nbytes)
+        fixed_encode_s, fixed_s, _ = chosen.costs(0)
+        if profile is None:
+            fixed_s += fixed_encode_s
+        else:
+            encode_s = 0.0
+        load_s = self._form.seconds(encode_s, wire / load.bandwidth, decode_s, context.nbytes)
+        return weigh(tokens, load, load_s, fixed_s, self.model.prefill_s_per_token)
+
+    def observe_prefill(self, tokens: int, seconds: float, queue_s: float = 0.0) -> None:
+        """What a prefill of ``tokens`` took, and how long it waited: for ``T_model`` and ``decide_load``."""
+        if not self.model.observe_prefill(tokens, seconds, queue_s):
+            with self._lock:
+                self.refused_outcomes += 1
 
     def _ask(self, context: ServiceContext, candidates: tuple[Candidate, ...]) -> tuple[Candidate, str]:
         """What the policy picks, else raw."""
@@ -167,6 +239,16 @@ class Controller:
             if priced.observe(outcome, nbytes, self._clock()):
                 self._drop_tables()
 
+    def _judged(self, decision: Decision, outcome: Outcome) -> Outcome:
+        """With what was spent and what is expected now: what the report taught is not for the policy to learn again."""
+        priced = self._priced.get(outcome.profile)
+        if priced is None:
+            return outcome
+        context = decision.context
+        bandwidth = context.bandwidth or self.links.estimate(outcome.link, context.active)
+        expected_s = priced.expected(outcome, context.nbytes, bandwidth, self._form)
+        return outcome.judged(spent(outcome, self._form), expected_s)
+
     def _refresh(self, now: float) -> None:
         if not self._lock.acquire(blocking=False):
             return  # another thread is at it, or is learning; the next decision will see to it
@@ -182,7 +264,7 @@ class Controller:
         for menu in self._menus.values():
             menu.tables = {}
 
-    def _menu(self, key: tuple[str, float | None, frozenset[str] | None, str]) -> Menu:
+    def _menu(self, key: Key) -> Menu:
         request, items, rejected = Request(*key), [], []
         check_request(request)
         for name, priced in self._priced.items():
@@ -190,7 +272,7 @@ class Controller:
                 rejected.append((name, reason))
             else:
                 items.append((priced, self._filter.quality(priced.profile, request.workload) or 0.0))
-        menu = Menu(items, rejected, (RAW, *self.policy.wants))
+        menu = Menu(items, rejected, (RAW, *self.policy.wants), self._form)
         with self._lock:
             while len(self._menus) >= MAX_MENUS:
                 del self._menus[next(iter(self._menus))]
@@ -202,32 +284,9 @@ class Controller:
                 raise UnknownNameError(did_you_mean(name, self._priced, "profile"), path)
 
 
-def known_profiles(
-    library: ProfileLibrary | None, self_test: Callable[[], Iterable[Profile]] | None = None
-) -> tuple[Profile, ...]:
-    """Raw and lossless (of the library, else self-tested, else cautious defaults), then the library's others."""
-    found = {p.name: p for p in (library.profiles if library else ())}
-    measured = {p.name: p for p in self_test()} if self_test and not found.keys() >= {RAW, LOSSLESS} else {}
-    default = {RAW: RAW_PROFILE, LOSSLESS: LOSSLESS_PROFILE}
-    exact = {name: found.get(name) or measured.get(name) or profile for name, profile in default.items()}
-    return tuple((exact | {n: p for n, p in found.items() if n not in exact}).values())
-
-
-def _price(
-    items: Iterable[tuple[Priced, float]], nbytes: float, bandwidth: float, model_s: float
-) -> tuple[Candidate, ...]:
-    """Exact estimates (eq. 1) at the live costs, fastest first; equal ones in the order of the menu."""
-    raw_s = nbytes / bandwidth
-    candidates = []
-    for priced, quality in items:
-        name, cr, wire, encode_fixed, encode_each, decode_fixed, decode_each = priced.terms
-        encode_s = encode_fixed + encode_each * nbytes
-        decode_s = decode_fixed + decode_each * nbytes
-        transfer_s = wire * raw_s
-        total_s = model_s + encode_s + transfer_s + decode_s
-        candidates.append(Candidate(name, cr, total_s, encode_s, transfer_s, decode_s, quality))
-    candidates.sort(key=_latency)
-    return tuple(candidates)
+def menu_key(context: ServiceContext) -> Key:
+    """What a menu depends on."""
+    return context.workload, context.min_quality, context.acceptable, context.intent
 
 
 def _late(reason: str, all_late: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvserve_core.latency import threshold
+from kvserve_core.overlap import Form
 from kvserve_core.policy import Candidate, Decision
 from kvserve_core.pricing import Priced
 from kvserve_core.units import format_bandwidth, format_bytes, format_duration
@@ -13,15 +14,16 @@ from kvserve_core.units import format_bandwidth, format_bytes, format_duration
 class Explainer:
     """Renders a decision lazily, with raw first in ``feasible``. A pickled one explains what the decision holds."""
 
-    __slots__ = ("_feasible",)
+    __slots__ = ("_feasible", "_form")
 
-    def __init__(self, feasible: Sequence[Priced] = ()) -> None:
+    def __init__(self, feasible: Sequence[Priced] = (), form: Form = Form()) -> None:  # noqa: B008  # it is frozen
         self._feasible = feasible
+        self._form = form
 
     def __call__(self, decision: Decision) -> str:
         """One line for the decision, and one for each profile."""
         refused = (f"- {name}: {reason}" for name, reason in decision.rejected)
-        return "\n".join([*_offered(decision), *_left_out(decision, self._feasible), *refused])
+        return "\n".join([*_offered(decision), *_left_out(decision, self._feasible, self._form), *refused])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Explainer)  # how a decision is rendered is no part of what was decided
@@ -50,14 +52,21 @@ def _row(candidate: Candidate, chosen: bool, slo_s: float | None) -> str:
     return f"{'*' if chosen else ' '} {candidate.profile}: {total} ({spent}; {known}){late}"
 
 
-def _left_out(decision: Decision, feasible: Sequence[Priced]) -> Iterator[str]:
+def _left_out(decision: Decision, feasible: Sequence[Priced], form: Form) -> Iterator[str]:
     """What is feasible but not near the envelope here, at the costs known now."""
     nbytes, bandwidth = decision.context.nbytes, decision.bandwidth
     offered = {c.profile for c in decision.candidates}
     for priced in feasible:
         if (name := priced.profile.name) in offered:
             continue
-        line, raw = priced.line(nbytes), feasible[0].line(nbytes)
-        total, limit = format_duration(decision.context.model_s + line.at(1.0 / bandwidth)), threshold(line, raw)
-        pays = f"no benefit, pays below {format_bandwidth(limit)}" if limit else "no benefit at any bandwidth"
-        yield f"- {name}: {total}; {pays if limit <= bandwidth else 'slower than those above'}"
+        encode_s, decode_s, wire = priced.costs(nbytes)
+        total_s = decision.context.model_s + form.seconds(encode_s, wire / bandwidth, decode_s, nbytes)
+        yield f"- {name}: {format_duration(total_s)}; {_why(priced, feasible[0], decision, form)}"
+
+
+def _why(priced: Priced, raw: Priced, decision: Decision, form: Form) -> str:
+    """Where it would beat raw: told by Theorem 6.1, which is about stages one after another."""
+    limit = threshold(priced.line(decision.context.nbytes), raw.line(decision.context.nbytes))
+    if form.chunk_bytes or limit > decision.bandwidth:
+        return "slower than those above"
+    return f"no benefit, pays below {format_bandwidth(limit)}" if limit else "no benefit at any bandwidth"

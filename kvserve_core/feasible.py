@@ -5,18 +5,21 @@ Cold: asked once per kind of request, and for figures that are out of the usual 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, nan
 from typing import NamedTuple
 
 from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
 from kvserve_core.errors import ConfigError, did_you_mean
-from kvserve_core.library import Profile, ProfileLibrary
-from kvserve_core.policy import RAW, ServiceContext
+from kvserve_core.library import LOSSLESS_PROFILE, RAW_PROFILE, Profile, ProfileLibrary
+from kvserve_core.policy import LOSSLESS, RAW, ServiceContext
 from kvserve_core.pricing import shown
 
 INTENTS = ("transfer", "store")
+SLO_KINDS = ("ttft", "jct")
+COUNTS: Mapping[str, float] = {"tokens": 2**40, "output_tokens": 2**40, "elapsed_s": MAX_SECONDS}
+"""Fields that T_model and the deadline are reckoned from, and the most that is believed of each."""
 MAX_FIGURE = 1e15
 """Bytes/s and seconds of a context that are believed; infinity is too, as no limit."""
 
@@ -67,9 +70,36 @@ def check_context(context: ServiceContext) -> None:
         _check(
             context.slo_s, abs(_number(context.slo_s)) <= MAX_FIGURE or context.slo_s == inf, "a number of s", "slo_s"
         )
+    _check(
+        context.active, context.active is None or 0 <= _number(context.active) <= 2**40, "fetches, or None", "active"
+    )
     if (bandwidth := context.bandwidth) is not None:
         good = 0 < _number(bandwidth) <= MAX_FIGURE or bandwidth == inf
         _check(bandwidth, good, "above 0 bytes/s; leave it out to use the estimate", "bandwidth")
+
+
+def check_reckoning(context: ServiceContext) -> None:
+    """Refuse tokens and times that T_model and the deadline cannot be reckoned from.
+
+    Raises:
+        ConfigError: with the field as its path.
+    """
+    for name, most in COUNTS.items():
+        value = getattr(context, name)
+        _check(value, (name == "tokens" and value is None) or 0 <= _number(value) <= most, f"from 0 to {most}", name)
+    if context.slo_kind not in SLO_KINDS:
+        raise ConfigError(did_you_mean(str(context.slo_kind), SLO_KINDS, "slo_kind"), "slo_kind")
+
+
+def check_chunk(chunk_bytes: float | None) -> float | None:
+    """Refuse what is no size of a chunk.
+
+    Raises:
+        ConfigError: it is neither None nor above 0 and finite.
+    """
+    if chunk_bytes is not None and not 0 < _number(chunk_bytes) <= MAX_BYTES:
+        raise ConfigError(f"{shown(chunk_bytes)} is no size of a chunk; expected bytes above 0, or None", "chunk_bytes")
+    return chunk_bytes
 
 
 def _number(value: object) -> float:
@@ -80,6 +110,17 @@ def _number(value: object) -> float:
 def _check(value: object, good: bool, expected: str, path: str) -> None:
     if not good:
         raise ConfigError(f"{shown(value)} is out of range; expected {expected}", path)
+
+
+def known_profiles(
+    library: ProfileLibrary | None, self_test: Callable[[], Iterable[Profile]] | None = None
+) -> tuple[Profile, ...]:
+    """Raw and lossless (of the library, else self-tested, else cautious defaults), then the library's others."""
+    found = {p.name: p for p in (library.profiles if library else ())}
+    measured = {p.name: p for p in self_test()} if self_test and not found.keys() >= {RAW, LOSSLESS} else {}
+    default = {RAW: RAW_PROFILE, LOSSLESS: LOSSLESS_PROFILE}
+    exact = {name: found.get(name) or measured.get(name) or profile for name, profile in default.items()}
+    return tuple((exact | {n: p for n, p in found.items() if n not in exact}).values())
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from math import exp, log
 from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
 from kvserve_core.latency import Line, Speed
 from kvserve_core.library import Profile
+from kvserve_core.overlap import Form
 from kvserve_core.policy import Outcome
 
 ALPHA = 0.2
@@ -24,6 +25,10 @@ WHOLE = 0.9
 """Share of V from which a fetch counts as one of everything."""
 DRIFT = 0.05
 """Relative change of a cost above which tables made with the old one are dropped."""
+SURPRISE = 1.5
+"""Once a correction is established, a sample counts as at most this many times off; two running count half at once."""
+ESTABLISHED = 5
+"""Samples from which it is."""
 _WILD = 1e3
 """Corrections beyond this factor are not believed."""
 _LARGEST_WIRE = 2.0
@@ -61,15 +66,25 @@ _LIMITS = (
 )
 
 
+def spent(outcome: Outcome, form: Form) -> float:
+    """What a transfer took, T_model aside: encoding at the producer, and the consumer's total (or its parts)."""
+    if form.chunk_bytes:
+        return outcome.total_s or form.seconds(
+            outcome.encode_s, outcome.transfer_s, outcome.decode_s, outcome.raw_bytes
+        )
+    return outcome.encode_s + max(outcome.total_s, outcome.transfer_s + outcome.decode_s)
+
+
 class Correction:
     """The logarithm of a factor: a mean of the first samples, then an EWMA. ``rest`` is what it fades to."""
 
-    __slots__ = ("_learned", "_rest", "_samples", "_seen_s")
+    __slots__ = ("_learned", "_off", "_rest", "_samples", "_seen_s")
 
     def __init__(self, rest: float = 0.0, samples: int = 1) -> None:
         self._rest = self._learned = rest
         self._samples = samples
         self._seen_s: float | None = None
+        self._off = 0
 
     @property
     def seen(self) -> bool:
@@ -84,7 +99,12 @@ class Correction:
         """Take a factor in. It replaces what has faded, so that seldom observations are not drawn to the library."""
         self._samples += 1
         weight = max(ALPHA, 1.0 / self._samples, 1.0 - self._kept(now))
-        self._learned += weight * (log(min(max(sample, 1 / _WILD), _WILD)) - self._learned)
+        change = log(min(max(sample, 1 / _WILD), _WILD)) - self._learned
+        off = (change > log(SURPRISE)) - (change < -log(SURPRISE))
+        if off and self._samples > ESTABLISHED and weight <= 0.5:
+            weight, change = (0.5, change) if off == self._off else (weight, off * log(SURPRISE))
+        self._off = off
+        self._learned += weight * change
         self._seen_s = now
 
     def _kept(self, now: float) -> float:
@@ -130,10 +150,25 @@ class Priced:
         costs = (encode.fixed_s, encode.s_per_byte, decode.fixed_s, decode.s_per_byte)
         return (self.profile.name, self.profile.cr / wire, wire / self.profile.cr, *costs)
 
+    def costs(self, nbytes: float) -> tuple[float, float, float]:
+        """Seconds of encoding, seconds of decoding, bytes on the wire."""
+        _, _, wire, encode_fixed, encode_each, decode_fixed, decode_each = self.terms
+        return encode_fixed + encode_each * nbytes, decode_fixed + decode_each * nbytes, wire * nbytes
+
+    def expected(self, outcome: Outcome, nbytes: float, bandwidth: float, form: Form) -> float:
+        """What the stages that ``outcome`` reports should have taken; all of them where it only holds a total."""
+        encode_s, decode_s, wire = self.costs(nbytes)
+        split = outcome.encode_s > 0 or outcome.transfer_s > 0 or outcome.decode_s > 0
+        if split and not outcome.encode_s:
+            encode_s = 0.0
+        if split and not (outcome.decode_s or outcome.total_s):
+            decode_s = 0.0
+        return form.seconds(encode_s, wire / bandwidth, decode_s, nbytes)
+
     def line(self, nbytes: float) -> Line:
         """Eq. 1 at the live costs, without T_model."""
-        _, _, wire, encode_fixed, encode_each, decode_fixed, decode_each = self.terms
-        return Line(encode_fixed + decode_fixed + (encode_each + decode_each) * nbytes, wire * nbytes)
+        encode_s, decode_s, wire = self.costs(nbytes)
+        return Line(encode_s + decode_s, wire)
 
     def observe(self, outcome: Outcome, nbytes: float, now: float) -> bool:
         """Learn from a transfer; whether the costs have moved so far that tables should be made anew.

@@ -43,6 +43,14 @@ COMMANDS: dict[str, Command] = {
         "kvserve_core.cli.library:library",
         "Show or validate a profile library, or import files of the KVServe reference implementation.",
     ),
+    "explain": Command(
+        "kvserve_core.cli.explain:explain",
+        "Say which profile a request would get, what each would take, and who is left out by what.",
+    ),
+    "simulate": Command(
+        "kvserve_core.cli.simulate:simulate",
+        "Play a policy against arrivals, links of changing bandwidth, drifting speeds and noise.",
+    ),
     "demo": Command(
         "kvserve_hf.commands:demo",
         "Serve a real model from two processes over links of four speeds, compressed as the controller decides.",
@@ -50,7 +58,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench": Command(
         "kvserve_hf.bench.commands:bench",
-        "Measure ratio against quality of pipelines on a model: real frames, pinned texts, tasks with one right answer.",
+        "Measure ratio against quality of pipelines on a model: real frames, pinned texts, tasks with one answer.",
         "kvserve[hf]",
     ),
     "measure": Command(

@@ -54,7 +54,7 @@ def test_strict_passes_where_nothing_is_broken(kvserve: Run, install: Install) -
     install("good")
     done = kvserve("list-components", "--kind", "policy", "--strict", "--json")
     assert done.code == 0
-    assert [row["name"] for row in done.json] == ["analytic", "static", "acme.first"]
+    assert [row["name"] for row in done.json] == ["analytic", "bandit", "static", "acme.first"]
 
 
 def test_the_table_takes_brackets_literally_and_counts(kvserve: Run, install: Install) -> None:

@@ -46,7 +46,7 @@ def test_every_reference_leads_somewhere(kvserve: Run, install: Install) -> None
 def test_one_kind_by_itself(kvserve: Run, install: Install) -> None:
     install()
     schema = kvserve("schema", "policy").json
-    assert {option["properties"]["name"]["const"] for option in schema["oneOf"][1:]} == {"analytic", "static"}
+    assert {option["properties"]["name"]["const"] for option in schema["oneOf"][1:]} == {"analytic", "bandit", "static"}
 
 
 def test_an_unknown_kind_gives_the_nearest(kvserve: Run) -> None:

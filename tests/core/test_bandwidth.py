@@ -216,3 +216,88 @@ def test_a_link_that_was_idle_for_a_year_starts_afresh() -> None:
     clock.now += 3e7
     fetch(links, 1e7)
     assert links.estimate("a") == pytest.approx(1e7)
+
+
+def test_each_link_may_have_its_own_prior() -> None:
+    links = BandwidthEstimator(1e9, priors={"disk": 3e8})
+    assert (links.estimate("disk"), links.estimate("net")) == (3e8, 1e9)
+    with pytest.raises(ConfigError, match="prior bandwidth -1"):
+        BandwidthEstimator(1e9, priors={"disk": -1})
+
+
+def test_an_estimate_goes_back_to_the_prior_when_nobody_uses_the_link() -> None:
+    clock = Clock()
+    links = BandwidthEstimator(1e8, clock=clock)
+    for _ in range(20):
+        fetch(links, 1e10)
+    learned = links.estimate("a")
+    clock.now += 60.0
+    assert links.estimate("a") == learned
+    clock.now += 600.0
+    assert links.estimate("a") == pytest.approx((learned * 1e8) ** 0.5), "half, as a logarithm"
+    clock.now += 1e5
+    assert links.estimate("a") == pytest.approx(1e8)
+    fetch(links, 1e10)
+    assert links.estimate("a") == pytest.approx(1e10, rel=0.2)
+
+
+def shared(count: int, capacity: float = 1e9, rounds: int = 40) -> BandwidthEstimator:
+    """A link on which ``count`` fetches always run at a time, each with its part."""
+    clock = Clock()
+    links = BandwidthEstimator(capacity, clock=clock)
+    for _ in range(rounds):
+        clock.now += count * 1e7 / capacity
+        for _ in range(count):
+            links.observe("a", 10**7, count * 1e7 / capacity)
+    return links
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_who_knows_how_many_fetches_run_gets_the_part_of_one_more(count: int) -> None:
+    links = shared(count)
+    assert links.estimate("a") == pytest.approx(1e9 / count, rel=0.05)
+    for active in (0, 1, 9):
+        assert links.estimate("a", active) == pytest.approx(1e9 / (1 + active), rel=0.05)
+
+
+def test_fetches_that_overlap_in_part_are_told_apart_from_a_slow_link() -> None:
+    clock = Clock()
+    links = BandwidthEstimator(1e9, clock=clock)
+    for _ in range(60):  # each begins when the one before is half done; all the while two run
+        clock.now += 0.01
+        links.observe("a", 10**7, 0.02)
+    assert links.estimate("a", 0) == pytest.approx(1e9, rel=0.05)
+
+
+def test_sharing_survives_a_change_of_the_link() -> None:
+    links = shared(2)
+    for _ in range(8):
+        links._clock.now += 0.2  # type: ignore[attr-defined]  # the test's clock
+        for _ in range(2):
+            links.observe("a", 10**7, 0.2)
+    assert links.estimate("a", 0) == pytest.approx(1e8, rel=0.1)
+
+
+def test_many_fetches_a_little_off_outweigh_any_bytes() -> None:
+    links = BandwidthEstimator(1e9, clock=Clock())
+    for _ in range(2):
+        links.observe("a", 2**45, 2**45 / 1e9)
+    for _ in range(8):
+        fetch(links, 6e8, 10**8)
+    assert links.estimate("a") == pytest.approx(6e8)
+
+
+def test_a_probe_is_sent_only_over_a_link_that_nobody_uses() -> None:
+    clock = Clock()
+    links = BandwidthEstimator(1e9, clock=clock)
+    sent: list[str] = []
+
+    def send(link: str) -> tuple[int, float]:
+        sent.append(link)
+        return 10**7, 0.1
+
+    assert links.probe("a", send) == pytest.approx(1e8, rel=0.2)
+    links.probe("a", send)
+    clock.now += 61.0
+    links.probe("a", send)
+    assert sent == ["a", "a"]

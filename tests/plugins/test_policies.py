@@ -50,7 +50,7 @@ def test_a_manifest_says_what_its_class_says(manifest: Component) -> None:
 
 
 def test_the_built_in_policies() -> None:
-    assert [m.name for m in MANIFESTS] == ["analytic", "static"]
+    assert [m.name for m in MANIFESTS] == ["analytic", "bandit", "static"]
 
 
 def test_analytic_takes_the_fastest() -> None:

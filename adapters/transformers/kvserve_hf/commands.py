@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvserve_core.artefacts import Artefacts
 from kvserve_core.cli.output import AsJson, console, print_json, print_table
 from kvserve_core.component import ComponentSpec
 from kvserve_core.errors import ConfigError
@@ -51,7 +52,8 @@ def demo(
         folder = model_folder(model, bar)
         setup = Setup(folder, library or shipped, min_quality, _policy(policy))
         with prefill_process(setup) as peer:
-            runs = _runs(peer, Engine.load(folder), links, bar)
+            artefacts = ProfileLibrary.load(library or shipped).artefacts
+            runs = _runs(peer, Engine.load(folder), links, bar, artefacts)
     if as_json:
         print_json({"runs": [run.as_json() for run in runs]})
         return
@@ -64,7 +66,7 @@ def demo(
             typer.echo(f"{run.prompt}, {run.explained}\n")
 
 
-def _runs(peer: Any, engine: Engine, links: list[Link], bar: Progress) -> list[Run]:
+def _runs(peer: Any, engine: Engine, links: list[Link], bar: Progress, artefacts: Artefacts) -> list[Run]:
     task = bar.add_task("demo", total=None)
 
     def step(text: str) -> None:
@@ -72,7 +74,7 @@ def _runs(peer: Any, engine: Engine, links: list[Link], bar: Progress) -> list[R
         if not bar.console.is_terminal:  # no bar there, but a sign of life
             bar.console.print(text, markup=False)
 
-    demo_run = Demo(peer, engine, demo_prompts(), step)
+    demo_run = Demo(peer, engine, demo_prompts(), step, artefacts)
     bar.update(task, total=demo_run.steps(links))
     try:
         demo_run.references()

@@ -106,7 +106,7 @@ def test_the_shipped_families_are_complete(model_type: str, tmp_path: Path) -> N
     families = shipped(model_type)
     names = {f.name for f in families}
     assert len(names) == len(families)
-    assert {"lossless", "kivi", "cachegen", "reference-uniform", "turboquant", "weights"} <= names
+    assert {"lossless", "kivi", "cachegen", "reference-uniform", "turboquant", "free"} <= names
     for name in ("klt-head-15", "klt-head-5", "klt-all-5", "weights-all-10", "heads"):
         (tmp_path / f"{name}.safetensors").write_bytes(name.encode())
     for candidate in candidates(families, Calibrated(tmp_path), default_registry()):

@@ -52,7 +52,7 @@ def result() -> dict[str, Any]:
     rows = [
         {"pipeline": f"p,step={cr:g}", "cr": cr, "calibrated": "", "artefacts": {"basis": 2_000_000}}
         | {"kl": interval(kl), "top1": interval(0.5), "dnll": interval(0.01), "tasks": {"lookup": 0.75}}
-        | {"by_kind": {"prose": {"cr": cr, "kl": interval(kl)}}}
+        | {"by_kind": {"prose": {"cr": cr, "kl": interval(kl)}}, "escaped_segments": 3, "segments": 9}
         for cr, kl in ((4.0, 0.004), (8.0, 0.06))
     ]
     at = [{"kl": 0.0045, "cr": 4.2, "low": 3.0, "high": None}]
@@ -74,5 +74,5 @@ def test_results_become_tables(generator: ModuleType, tmp_path: Path) -> None:
     assert "| p,step=4 | 4.00 | 0.0040 [0.0020, 0.0080] |" in text
     assert "| 0.75 | basis 2.0 MB |" in text
     assert "Not counted: copy." in text
-    assert "| p,step=8 | no | 8.0 / 0.0600 |" in text
+    assert "| p,step=8 | nothing | 8.0 / 0.0600 | 3 of 9 |" in text
     assert "gone" not in text

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.errors import KVServeError
 from kvserve_core.policy import Outcome
 from kvserve_core.registry import default_registry
@@ -33,10 +34,12 @@ class Answered:
 class DecodeSide:
     """An engine that never prefills: its KV comes over the transport."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, artefacts: Artefacts = NONE) -> None:
         self.engine = engine
         self._transport = default_registry().create("transport", "tcp")
-        self._consumer = Consumer(engine.spec, whole(engine.spec), lambda _: self._transport, engine.scatter)
+        self._consumer = Consumer(
+            engine.spec, whole(engine.spec), lambda _: self._transport, engine.scatter, artefacts=artefacts
+        )
 
     def answer(
         self, request: Callable[[], Locator], last: int, max_tokens: int, forced: Sequence[int] | None = None

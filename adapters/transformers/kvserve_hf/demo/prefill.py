@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from kvserve_core.artefacts import NONE
 from kvserve_core.component import ComponentSpec
 from kvserve_core.controller import Controller
 from kvserve_core.errors import KVServeError, TransferTimeout
@@ -94,8 +95,9 @@ class PrefillSide:
 
     def _build(self) -> Mapping[str, Pipeline]:
         spec = self._engine.spec
+        artefacts = self._library.artefacts if self._library else NONE
         return {
-            p.name: Pipeline.build(p.pipeline, spec, whole(spec), path=f"profiles.{p.name}")
+            p.name: Pipeline.build(p.pipeline, spec, whole(spec), artefacts=artefacts, path=f"profiles.{p.name}")
             for p in self._new_controller(1e9).profiles
         }
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.errors import KVServeError, PeerLost
 from kvserve_core.policy import RAW, Outcome
 from kvserve_core.transport import Locator
@@ -104,9 +105,16 @@ def prefill_process(setup: prefill.Setup) -> Iterator[PrefillProcess]:
 class Demo:
     """Runs links x prompts; ``progress`` is told what happens next."""
 
-    def __init__(self, peer: PrefillProcess, engine: Engine, prompts: Sequence[Prompt], progress: Progress) -> None:
+    def __init__(
+        self,
+        peer: PrefillProcess,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        progress: Progress,
+        artefacts: Artefacts = NONE,
+    ) -> None:
         self._peer, self._engine, self._progress = peer, engine, progress
-        self._decode = DecodeSide(engine)
+        self._decode = DecodeSide(engine, artefacts)
         self._ids = {p.name: engine.tokenize(p.text, chat=True) for p in prompts}
         self._prefill_s: dict[str, float] = {}
         self._reference: dict[str, Answered] = {}

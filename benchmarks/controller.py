@@ -1,0 +1,129 @@
+"""The controller against the published figures and in simulation, one entry per bar.
+
+``python benchmarks/controller.py [--json] [--only TEXT]``. Add a bar: one line in ``BARS``, a function that answers
+``{name: Result}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from time import perf_counter
+from typing import Any
+
+from replays import bandit, choices, online, published
+from replays.bars import Result
+from replays.reference import WORKLOAD, in_true_units
+
+from kvserve_core.component import ComponentSpec
+from kvserve_core.simulate.run import simulate, world
+from kvserve_core.simulate.scenario import Scenario, Tenant
+
+REGRET = 0.03
+DECISION_US = 20.0
+MILLION_S = 60.0
+MILLION = 1_000_000
+CORES = 2
+
+
+def fig13() -> dict[str, Result]:
+    order, near = published.jct()
+    return {"fig. 13 methods out of order": order, "fig. 13 KVServe rows against eq. 1": near}
+
+
+def fig14() -> dict[str, Result]:
+    order, detail = published.ttft()
+    return {"fig. 14 methods out of order": replace(order, detail={**order.detail, **detail})}
+
+
+def fig16(policy: str) -> dict[str, Result]:
+    bars, detail = online.fig16(policy)
+    return {name: replace(bar, detail=detail) for name, bar in bars.items()}
+
+
+def regret(policy: str) -> dict[str, Result]:
+    """Of the KV's way alone: T_model is the same for every choice and would only make the share smaller."""
+    found = {}
+    for trace in (online.steps, online.walk):
+        each = online.regret(policy, trace)
+        value = each["of the KV alone"]
+        found[f"regret of {policy}, {trace.__name__}"] = Result(value, REGRET, value <= REGRET, each)
+    return found
+
+
+def in_loop(policy: str) -> dict[str, Result]:
+    found = {}
+    for call, spent in online.in_loop(policy).items():
+        value = spent["p99_us"]
+        found[f"{call} of {policy} in the loop, p99 us"] = Result(value, DECISION_US, value <= DECISION_US, spent)
+    return found
+
+
+def million() -> dict[str, Result]:
+    """A million requests on a shared link of 10 Gbps with the reference library, on two cores."""
+    tenant = Tenant(workload=WORKLOAD, slo=2.0)
+    scenario = Scenario(requests=MILLION // CORES, min_quality=0.97, tenants=(tenant,))
+    began = perf_counter()
+    done = simulate(world(scenario, in_true_units()), {"analytic": ComponentSpec(name="analytic")}, range(CORES), CORES)
+    spent = perf_counter() - began
+    worked = {"processor seconds of each core": [round(s["cpu_s"], 1) for s in done["analytic"]]}
+    return {"a million requests, s": Result(round(spent, 1), MILLION_S, spent <= MILLION_S, worked)}
+
+
+BARS: dict[str, Callable[[], dict[str, Result]]] = {
+    "b3": lambda: {"B3": choices.b3()},
+    "envelopes": lambda: {"envelopes of the reference library": choices.envelopes()},
+    "intervals": lambda: {"regret of the controller, stored intervals beside it": choices.intervals()},
+    "fig4": lambda: {"fig. 4 break-even Gbps": published.break_even()},
+    "fig13": fig13,
+    "fig14": fig14,
+    "fig16": lambda: fig16("analytic"),
+    "regret": lambda: regret("analytic"),
+    "in_loop": lambda: in_loop("analytic"),
+    "bandit_fig16": lambda: fig16("bandit"),
+    "bandit_regret": lambda: regret("bandit"),
+    "bandit_b3": lambda: {"B3 with the bandit": bandit.b3()},
+    "bandit_decision": lambda: {"choose of bandit over an empty loop, p99": bandit.decision()},
+    "bandit_state": lambda: {"state of bandit after a million requests, bytes": bandit.state()},
+    "bandit_in_loop": lambda: in_loop("bandit"),
+    "million": million,
+}
+"""``in_loop``, ``decision``, ``state`` and ``million`` measure time, so tests leave them out."""
+
+
+def report(only: str) -> dict[str, Any]:
+    bars = {name: bar for key, make in BARS.items() if only in key for name, bar in make().items()}
+    return {
+        "benchmark": "controller",
+        "machine": {"cpu": platform.processor() or platform.machine(), "system": platform.platform()},
+        "versions": {"python": platform.python_version()} | {n: version(n) for n in ("numpy", "msgspec", "pydantic")},
+        "bars": {name: asdict(bar) for name, bar in bars.items()},
+        "ok": all(bar.ok for bar in bars.values()),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", default="", help=f"a part of one of: {', '.join(BARS)}")
+    options = parser.parse_args()
+    found = report(options.only)
+    print(json.dumps(found, indent=2) if options.json else _text(found))
+    return 0 if found["ok"] else 1
+
+
+def _text(found: dict[str, Any]) -> str:
+    rows = [
+        f"{'ok  ' if bar['ok'] else 'FAIL'} {name}: {bar['value']} (bar {bar['bar']})"
+        for name, bar in found["bars"].items()
+    ]
+    return "\n".join([*rows, f"ok {found['ok']}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Replays of what the KVServe paper and its repository publish, from the tables in ``tests/data/kvserve``."""

@@ -1,0 +1,135 @@
+"""``kvserve explain``: one decision in full, for a library and a request, before anything is served."""
+
+from __future__ import annotations
+
+import json
+from math import inf
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvserve_core.cli.explain_plot import draw
+from kvserve_core.cli.output import AsJson, print_json, print_table
+from kvserve_core.component import ComponentSpec
+from kvserve_core.controller import Controller
+from kvserve_core.errors import ConfigError
+from kvserve_core.latency import Line, lower_envelope, threshold
+from kvserve_core.library import ProfileLibrary
+from kvserve_core.policy import Decision, ServiceContext
+from kvserve_core.pricing import Priced
+from kvserve_core.registry import default_registry
+from kvserve_core.simulate.plot import pyplot
+from kvserve_core.units import format_bandwidth, format_duration, parse_bandwidth, parse_bytes, parse_duration
+
+COLUMNS = ("", "profile", "total", "encode", "transfer", "decode", "residual", "cr", "quality", "pays below", "note")
+
+
+def explain(
+    nbytes: Annotated[str, typer.Option("--bytes", help="KV bytes to move, for example 56MiB.")],
+    bandwidth: Annotated[str, typer.Option(help="For example 5Gbps.")],
+    library: Annotated[Path | None, typer.Option(help="Profile library; without one raw and lossless only.")] = None,
+    slo: Annotated[str | None, typer.Option(help="Latency budget, for example 200ms.")] = None,
+    min_quality: Annotated[float, typer.Option(help="Quality floor, on the lower bound.")] = 0.99,
+    workload: Annotated[str, typer.Option(help="Whose quality records count.")] = "default",
+    model_time: Annotated[str, typer.Option(help="T_model, what comes before the KV is there.")] = "0s",
+    chunk: Annotated[str | None, typer.Option(help="Bytes a chunk, where stages overlap.")] = None,
+    policy: Annotated[str, typer.Option(help="A policy's name or its spec as JSON.")] = "analytic",
+    plot: Annotated[Path | None, typer.Option(help="Write a picture over 1 to 1000 Gbps; needs matplotlib.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which profile a request would get, what each would take, and who is left out by what."""
+    if plot is not None:
+        pyplot()  # before the work, not after it
+    made = default_registry().create("policy", _spec(policy), "policy")
+    loaded = ProfileLibrary.load(library) if library else None
+    control = Controller(
+        loaded, made, min_quality=min_quality, chunk_bytes=None if chunk is None else parse_bytes(chunk)
+    )
+    context = ServiceContext(
+        parse_bytes(nbytes),
+        workload,
+        parse_bandwidth(bandwidth),
+        slo_s=None if slo is None else parse_duration(slo),
+        model_s=parse_duration(model_time),
+    )
+    decision = control.choose(context)
+    found = report(control, decision)
+    if plot is not None:
+        draw(control, decision, plot)
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def report(control: Controller, decision: Decision) -> dict[str, Any]:
+    """The decision as plain data: every profile with its figures, or with what it is left out by."""
+    residuals = control.policy.residuals(decision)
+    context = decision.context
+    raw, *_ = feasible = control.feasible(context)
+    figures = [_figures(control, decision, priced, raw) for priced in feasible]
+    for each in figures:
+        each["residual_s"] = residuals.get(each["profile"])
+    asked = {name: getattr(context, name) for name in ("nbytes", "workload", "slo_s", "model_s")}
+    return {
+        "profile": decision.profile,
+        "reason": decision.reason,
+        "request": asked | {"bandwidth": decision.bandwidth, "min_quality": control.min_quality},
+        "candidates": sorted(figures, key=itemgetter("latency_s")),
+        "rejected": [{"profile": name, "reason": reason} for name, reason in decision.rejected],
+        "envelope": _envelope(control, decision),
+    }
+
+
+def _figures(control: Controller, decision: Decision, priced: Priced, raw: Priced) -> dict[str, Any]:
+    name, nbytes, slo_s = priced.profile.name, decision.context.nbytes, decision.context.slo_s
+    estimate, limit = control.estimate(priced, decision), threshold(priced.line(nbytes), raw.line(nbytes))
+    return {
+        "profile": name,
+        "chosen": name == decision.profile,
+        "offered": name in {c.profile for c in decision.candidates},
+        **{f"{key}_s": getattr(estimate, f"{key}_s") for key in ("latency", "encode", "transfer", "decode")},
+        "cr": estimate.cr,
+        "quality": estimate.quality,
+        "pays_below": limit if limit != inf else None,
+        "meets_slo": slo_s is None or estimate.latency_s <= slo_s,
+    }
+
+
+def _envelope(control: Controller, decision: Decision) -> list[dict[str, Any]]:
+    """Stages one after another: which profile is fastest from which bandwidth down, highest first."""
+    lines: dict[str, Line] = {
+        p.profile.name: p.line(decision.context.nbytes) for p in control.feasible(decision.context)
+    }
+    names, made = list(lines), lower_envelope(list(lines.values()))
+    tops = (None, *(1.0 / x for x in made.breaks))
+    return [{"profile": names[i], "below": top} for i, top in zip(made.order, tops, strict=True)]
+
+
+def _spec(text: str) -> ComponentSpec:
+    try:
+        return ComponentSpec.model_validate(json.loads(text) if text.startswith("{") else {"name": text})
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is neither a name nor a spec in JSON: {error}", "policy") from None
+
+
+def _print(found: dict[str, Any]) -> None:
+    request = found["request"]
+    where = f"{request['nbytes']} bytes at {format_bandwidth(request['bandwidth'])}"
+    print_table(f"{found['profile']}: {found['reason']} ({where})", COLUMNS, map(_row, found["candidates"]))
+    for each in found["rejected"]:
+        typer.echo(f"- {each['profile']}: {each['reason']}")
+    stretches = (f"{e['profile']} below {format_bandwidth(e['below'])}" for e in found["envelope"][1:])
+    typer.echo("fastest: " + ", ".join([found["envelope"][0]["profile"], *stretches]))
+
+
+def _row(each: dict[str, Any]) -> tuple[str, ...]:
+    times = (format_duration(each[f"{key}_s"]) for key in ("latency", "encode", "transfer", "decode"))
+    residual = "-" if each["residual_s"] is None else f"{1e3 * each['residual_s']:+.3g} ms"
+    pays = "anywhere" if each["pays_below"] is None else format_bandwidth(each["pays_below"])
+    notes = [] if each["meets_slo"] else ["misses the SLO"]
+    notes += [] if each["offered"] else ["not offered here"]
+    known = (residual, f"{each['cr']:.3g}", f"{each['quality']:.4g}", "-" if each["profile"] == "raw" else pays)
+    return ("*" if each["chosen"] else "", each["profile"], *times, *known, "; ".join(notes))

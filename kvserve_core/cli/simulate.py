@@ -1,0 +1,106 @@
+"""``kvserve simulate``: what a policy would do with a library, a trace and traffic, before anybody has to suffer it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvserve_core.cli.output import AsJson, print_json, print_table
+from kvserve_core.component import ComponentSpec
+from kvserve_core.errors import ConfigError
+from kvserve_core.library import ProfileLibrary
+from kvserve_core.registry import default_registry
+from kvserve_core.simulate.plot import draw, pyplot
+from kvserve_core.simulate.report import COLUMNS, report, rows
+from kvserve_core.simulate.run import simulate as play
+from kvserve_core.simulate.run import world
+from kvserve_core.simulate.scenario import parse_scenario, read_scenario
+from kvserve_core.simulate.trace import read_traces
+
+
+def simulate(
+    library: Annotated[Path | None, typer.Option(help="Profile library; without one raw and lossless only.")] = None,
+    scenario: Annotated[Path | None, typer.Option(help="TOML with links, tenants, speeds and engine.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="CSV of bandwidth over time, instead of the scenario's.")] = None,
+    arrivals: Annotated[Path | None, typer.Option(help="CSV of arrivals, instead of the scenario's.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests per seed.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second, Poisson.")] = None,
+    workload: Annotated[str | None, typer.Option(help="Workload of every tenant.")] = None,
+    slo: Annotated[str | None, typer.Option(help="Latency budget of every tenant, for example 500ms.")] = None,
+    min_quality: Annotated[float | None, typer.Option(help="Quality floor of every tenant.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="A policy's name or its spec as JSON; repeat to compare. [analytic]")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds; from two on there are confidence bounds.")] = 5,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0 for one a core.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture; needs matplotlib.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Play a policy against arrivals, links of changing bandwidth, drifting speeds and noise."""
+    given = read_scenario(scenario) if scenario else {}
+    given |= _given(requests=requests, rate=rate, arrivals=arrivals)
+    if trace is not None:
+        _follow(given, trace)
+    _every_tenant(given, _given(workload=workload, slo=slo, min_quality=min_quality))
+    policies = _policies(policy or ["analytic"])
+    if plot is not None:
+        pyplot()  # before the work, not after it
+    made = parse_scenario(given)
+    prepared = world(made, ProfileLibrary.load(library) if library else None)
+    done = play(prepared, policies, range(seeds), workers or os.cpu_count() or 1)
+    found = report(made, done, range(seeds))
+    if plot is not None:
+        draw(done, plot)
+    if as_json:
+        print_json(found)
+    else:
+        print_table(f"{made.requests} requests, {seeds} seeds", COLUMNS, rows(found))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _follow(given: dict[str, Any], trace: Path) -> None:
+    """Put every link of the scenario on a trace; without links, make one and a tenant for each in the file."""
+    if given.get("links"):
+        given["links"] = [{**link, "trace": trace} for link in given["links"]]
+        return
+    names = list(read_traces(_text(trace), str(trace)))
+    given["links"] = [{"name": name, "trace": trace} for name in names]
+    if not given.get("tenants"):
+        given["tenants"] = [{"name": name, "link": name} for name in names]
+
+
+def _every_tenant(given: dict[str, Any], fields: dict[str, Any]) -> None:
+    if fields:
+        given["tenants"] = [{**tenant, **fields} for tenant in given.get("tenants") or [{}]]
+
+
+def _policies(texts: list[str]) -> dict[str, ComponentSpec]:
+    """Specs by a label, validated now rather than in each process."""
+    found = {}
+    for text in texts:
+        try:
+            spec = ComponentSpec.model_validate(json.loads(text) if text.startswith("{") else {"name": text})
+        except ValueError as error:
+            raise ConfigError(f"{text!r} is neither a name nor a spec in JSON: {error}", "policy") from None
+        default_registry().configure("policy", spec, "policy")
+        found[_label(spec)] = spec
+    return found
+
+
+def _label(spec: ComponentSpec) -> str:
+    given = ", ".join(f"{k}={v}" for k, v in spec.configuration.items())
+    return f"{spec.name} ({given})" if given else spec.name
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", str(path)) from error

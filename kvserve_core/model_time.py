@@ -1,0 +1,115 @@
+"""T_model and the deadline: what an engine takes besides moving KV, learned from what it reports."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal
+
+from kvserve_core.bandwidth import MAX_SECONDS
+from kvserve_core.policy import Decision, ServiceContext
+
+ALPHA = 0.1
+"""Weight of a new observation once there are ten; before that, all weigh the same."""
+MAX_TOKENS = 2**40
+
+
+class Mean:
+    """A mean of the first values, then an EWMA. ``value`` is None until there is one."""
+
+    __slots__ = ("_count", "value")
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._count = 0
+
+    def fold(self, sample: float) -> None:
+        """Take a value in."""
+        self._count += 1
+        known = self.value if self.value is not None else 0.0
+        self.value = known + max(ALPHA, 1.0 / self._count) * (sample - known)
+
+
+class ModelTime:
+    """Seconds per token of prefill and of decoding, and seconds in the queue before prefill. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._prefill, self._queue, self._decode = Mean(), Mean(), Mean()
+        self._lock = threading.Lock()
+
+    @property
+    def prefill_s_per_token(self) -> float | None:
+        """None until a prefill was observed."""
+        return self._prefill.value
+
+    def observe_prefill(self, tokens: int, seconds: float, queue_s: float = 0.0) -> bool:
+        """One prefill of ``tokens``, and what it waited; False where that cannot be true, and is ignored."""
+        if not (0 < tokens <= MAX_TOKENS and 0 < seconds <= MAX_SECONDS and 0 <= queue_s <= MAX_SECONDS):
+            return False
+        with self._lock:
+            self._prefill.fold(seconds / tokens)
+            self._queue.fold(queue_s)
+        return True
+
+    def observe_decode(self, tokens: int, seconds: float) -> bool:
+        """``tokens`` generated in ``seconds``; for ``slo_kind`` "jct"."""
+        if not (0 < tokens <= MAX_TOKENS and 0 < seconds <= MAX_SECONDS):
+            return False
+        with self._lock:
+            self._decode.fold(seconds / tokens)
+        return True
+
+    def prefill_s(self, tokens: int) -> float | None:
+        """Seconds to compute ``tokens``; None until a prefill was observed."""
+        rate = self._prefill.value
+        return None if rate is None else rate * tokens
+
+    def seconds(self, tokens: int, output_tokens: int = 0) -> float:
+        """T_model: queue, prefill, and the tokens to generate. What was never observed counts as nothing."""
+        return (
+            (self._queue.value or 0.0)
+            + (self._prefill.value or 0.0) * tokens
+            + (self._decode.value or 0.0) * output_tokens
+        )
+
+    def reckon(self, context: ServiceContext) -> ServiceContext:
+        """The same request with ``tokens`` turned into T_model, and ``elapsed_s`` taken off the budget."""
+        model_s, slo_s = context.model_s, context.slo_s
+        if context.tokens is not None:
+            output = context.output_tokens if context.slo_kind == "jct" else 0
+            model_s = min(model_s + self.seconds(context.tokens, output), MAX_SECONDS)
+        if slo_s is not None:
+            slo_s -= context.elapsed_s
+        return replace(context, model_s=model_s, slo_s=slo_s, elapsed_s=0.0, tokens=None, output_tokens=0)
+
+
+@dataclass(frozen=True)
+class LoadDecision:
+    """Whether to load a cached prefix or to compute it anew.
+
+    tokens: the prefix's. load_s, recompute_s: what each takes; the latter None while no prefill was observed.
+    pays_from: tokens from which loading is faster at these speeds, inf for never. load: the decision behind load_s.
+    """
+
+    action: Literal["load", "recompute"]
+    reason: str
+    tokens: int
+    load_s: float
+    recompute_s: float | None
+    pays_from: float
+    load: Decision
+
+
+def weigh(
+    tokens: int, load: Decision, load_s: float, fixed_s: float, prefill_s_per_token: float | None
+) -> LoadDecision:
+    """Recomputing is a line through 0, loading one with ``fixed_s``: they cross once or never."""
+    if prefill_s_per_token is None:
+        return LoadDecision("load", "no prefill was observed yet", tokens, load_s, None, 0.0, load)
+    recompute_s = prefill_s_per_token * tokens
+    saved = recompute_s - (load_s - fixed_s)
+    pays_from = fixed_s / (saved / tokens) if saved > 0 and tokens > 0 else inf
+    loads = load_s < recompute_s
+    reason = "loading is faster" if loads else "computing it anew is faster"
+    return LoadDecision("load" if loads else "recompute", reason, tokens, load_s, recompute_s, pays_from, load)

@@ -1,0 +1,229 @@
+"""What a bandit remembers: an arm is a profile in one place, a place a quality bucket and an interval of bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MIN_SPREAD = 0.25
+"""Squared coefficient of variation of the sizes from which a fixed part can be told from one per byte."""
+UNKNOWN = 0.25
+"""Relative deviation that is assumed of an estimate nobody has tried."""
+REST = 3.0
+"""Outcomes of other profiles after which a residual counts half, for each time that it was seen itself."""
+HALF_LIFE_S = 60.0
+"""Seconds after which it does."""
+REFRESH_S = 1.0
+"""How often fading with time is brought up to date where nothing else happens."""
+SURPRISE = 0.5
+"""Relative error from which an outcome is unlike those before: what it teaches is then as doubtful as a first one."""
+LEAST = -0.5
+"""No residual takes away more than this share of an estimate."""
+
+
+@dataclass(slots=True)
+class Arm:
+    """The residual of one profile: decayed sums over its outcomes, the first of which is the library's word for 0.
+
+    count, nbytes, seconds, squares, products: of outcomes, V, the residual, V^2 and their product. seen: outcomes of
+    late. deviation: relative, of what came from what was expected. at, time_s: the last outcome, by the place's count
+    and by the clock. fixed_s, s_per_byte: the residual as a line over V. recent: one bit for each late use, the last
+    first. until_s: it rests until then.
+    """
+
+    count: float = 0.0
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+    seen: float = 0.0
+    deviation: float = UNKNOWN
+    at: int = 0
+    time_s: float = 0.0
+    fixed_s: float = 0.0
+    s_per_byte: float = 0.0
+    recent: int = 0
+    until_s: float = float("-inf")
+
+    def kept(self, at: int, now: float) -> float:
+        """How much of what was learned still counts, from 0 to 1."""
+        if not self.seen:
+            return 0.0
+        return float(0.5 ** ((at - self.at) / (REST * self.seen) + max(0.0, now - self.time_s) / HALF_LIFE_S))
+
+    def residual(self, nbytes: float, kept: float) -> float:
+        """Seconds to add to an estimate for V."""
+        return (self.fixed_s + self.s_per_byte * nbytes) * kept
+
+    def spread(self, kept: float) -> float:
+        """Relative deviation to reckon with."""
+        return UNKNOWN + (self.deviation - UNKNOWN) * kept
+
+    def learn(self, nbytes: float, unexplained_s: float, expected_s: float, alpha: float, at: int, now: float) -> None:
+        """One more outcome: what it took beyond ``expected_s``, the estimate without a residual."""
+        kept = self.kept(at, now)
+        base = max(expected_s, 1e-9)
+        error = abs(unexplained_s - self.residual(nbytes, kept)) / base
+        self.deviation = self.spread(kept)
+        self.deviation += alpha * (error - self.deviation)
+        self._fade(nbytes, (1.0 - alpha) * kept)
+        self.count += 1.0
+        self.nbytes += nbytes
+        self.seconds += unexplained_s
+        self.squares += nbytes * nbytes
+        self.products += nbytes * unexplained_s
+        self.seen = 1.0 if error > SURPRISE else self.seen * (1.0 - alpha) * kept + 1.0
+        self.at, self.time_s = at, now
+        self._fit()
+
+    def used(self, late: bool, window: int, limit: int) -> bool:
+        """Note a use; whether ``limit`` of the last ``window`` were late. Then the count begins anew."""
+        self.recent = (self.recent << 1 | late) & ((1 << window) - 1)
+        if self.recent.bit_count() < limit:
+            return False
+        self.recent = 0
+        return True
+
+    def _fade(self, nbytes: float, share: float) -> None:
+        """What is forgotten is replaced by the prior, until outcomes outweigh it: one outcome as expected."""
+        if not self.seen or share * self.count < 1e-3:
+            self.count, self.nbytes, self.squares = 1.0, nbytes, nbytes * nbytes
+            self.seconds = self.products = 0.0
+            return
+        self.count *= share
+        self.nbytes *= share
+        self.seconds *= share
+        self.squares *= share
+        self.products *= share
+
+    def _fit(self) -> None:
+        spread = self.squares * self.count - self.nbytes**2
+        if spread > MIN_SPREAD * self.nbytes**2:
+            self.s_per_byte = (self.products * self.count - self.nbytes * self.seconds) / spread
+            self.fixed_s = (self.seconds - self.s_per_byte * self.nbytes) / self.count
+        elif self.nbytes > 0:  # sizes tell nothing apart, and nearly all of a latency is per byte
+            self.s_per_byte, self.fixed_s = self.seconds / self.nbytes, 0.0
+
+
+@dataclass(slots=True)
+class Place:
+    """The arms of one bucket and interval. outcomes: seen here. decisions: made here. used_s: when it was last used.
+
+    known: residuals as they had faded at the last ``refresh``, fixed and per byte, which serve until ``stale_s``; it is
+    replaced as a whole, for readers without a lock. rests_s: until when an arm rests.
+    """
+
+    arms: dict[str, Arm] = field(default_factory=dict)
+    outcomes: int = 0
+    decisions: int = 0
+    used_s: float = 0.0
+    known: dict[str, tuple[float, float]] = field(default_factory=dict)
+    stale_s: float = float("-inf")
+    rests_s: float = float("-inf")
+
+    def refresh(self, now: float) -> None:
+        """Bring ``known`` and ``rests_s`` up to date."""
+        known = {}
+        for name, arm in self.arms.items():
+            kept = arm.kept(self.outcomes, now)
+            known[name] = (arm.fixed_s * kept, arm.s_per_byte * kept)
+        self.known = known
+        self.rests_s = max((arm.until_s for arm in self.arms.values()), default=now)
+        self.used_s, self.stale_s = now, now + REFRESH_S
+
+
+Bucket = tuple[str, float | None, str]
+"""Workload, quality floor, and the interval by the profile that eq. 1 calls fastest in it."""
+
+
+class Memory:
+    """Places by bucket, at most ``max_arms`` arms in all; what was not used for ``ttl_s`` goes, then the oldest.
+
+    Reading takes no lock; whoever writes holds the policy's.
+    """
+
+    def __init__(self, max_arms: int, ttl_s: float) -> None:
+        self.places: dict[Bucket, Place] = {}
+        self._max_arms = max_arms
+        self._ttl_s = ttl_s
+        self._arms = 0
+
+    def place(self, bucket: Bucket, now: float) -> Place:
+        """The place, made if need be."""
+        found = self.places.get(bucket)
+        if found is None or now - found.used_s > self._ttl_s:
+            self._arms -= len(found.arms) if found else 0
+            found = self.places[bucket] = Place(used_s=now)
+            self.trim(now)
+        return found
+
+    def arm(self, bucket: Bucket, profile: str, now: float) -> tuple[Place, Arm]:
+        """The arm of a profile there, made if need be."""
+        place = self.place(bucket, now)
+        place.used_s = now
+        arm = place.arms.get(profile)
+        if arm is None:
+            arm = place.arms[profile] = Arm()
+            self._arms += 1
+            self.trim(now)
+        return place, arm
+
+    def trim(self, now: float) -> None:
+        """Drop what is too old and, while there are too many arms or places, the place longest unused."""
+        if len(self) <= self._max_arms and len(self.places) <= self._max_arms:
+            return
+        for bucket in [b for b, p in self.places.items() if now - p.used_s > self._ttl_s]:
+            self._arms -= len(self.places.pop(bucket).arms)
+        while (len(self) > self._max_arms or len(self.places) > self._max_arms) and len(self.places) > 1:
+            oldest = min(self.places, key=lambda b: self.places[b].used_s)
+            self._arms -= len(self.places.pop(oldest).arms)
+
+    def dump(self, now: float) -> list[dict[str, Any]]:
+        """As plain data, with ages for times: the clock means nothing to another process."""
+        return [
+            {
+                "bucket": list(bucket),
+                "outcomes": place.outcomes,
+                "decisions": place.decisions,
+                "age_s": now - place.used_s,
+                "arms": {
+                    n: asdict(a) | {"time_s": now - a.time_s, "until_s": max(0.0, a.until_s - now)}
+                    for n, a in place.arms.items()
+                },
+            }
+            for bucket, place in self.places.items()
+        ]
+
+    def restore(self, dumped: list[dict[str, Any]], now: float) -> None:
+        """What ``dump`` gave; time between the two does not count.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: it is something else.
+        """
+        places: dict[Bucket, Place] = {}
+        for each in dumped:
+            workload, floor, interval = each["bucket"]
+            arms = {str(n): _arm(a, now) for n, a in each["arms"].items()}
+            places[str(workload), None if floor is None else float(floor), str(interval)] = Place(
+                arms, int(each["outcomes"]), int(each["decisions"]), now - float(each["age_s"])
+            )
+        self.places = places
+        self._arms = sum(len(p.arms) for p in places.values())
+        self.trim(now)
+
+    def __len__(self) -> int:
+        return self._arms
+
+
+def _arm(given: dict[str, Any], now: float) -> Arm:
+    numbers = {name: float(value) for name, value in given.items()}
+    if not all(abs(value) < 1e30 for value in numbers.values()):  # false for NaN too
+        raise ValueError("a figure is out of range")
+    arm = Arm()
+    for name, value in numbers.items():
+        if name not in Arm.__slots__:
+            raise ValueError(f"{name!r} is no figure of an arm")
+        setattr(arm, name, value)
+    arm.at, arm.recent = int(numbers["at"]), int(numbers["recent"])
+    arm.time_s, arm.until_s = now - arm.time_s, now + arm.until_s
+    return arm

@@ -1,0 +1,244 @@
+"""Eq. 1 with what it does not explain: residuals learned per profile, seldom and safe exploration, rests that end.
+
+The controller learns speeds, ratios and bandwidth, and its estimates hold them. What is left (queues, other load,
+whatever only shows in totals) is learned here: ``T_eff = T_hat + residual``, an EWMA per quality bucket, interval and
+profile, with a fixed part and one per byte; raw has one like every other. Intervals are those of the lower envelope, by
+the profile that is fastest there.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from kvserve_core.component import ComponentConfig
+from kvserve_core.policy import Candidate, Choice, Decision, Outcome, Policy, ServiceContext
+from kvserve_core.units import Duration
+from kvserve_plugins.policies import _bandit_file
+from kvserve_plugins.policies._arms import LEAST, UNKNOWN, Bucket, Memory, Place
+
+WHOLE = 0.9
+"""Share of V from which a fetch says what the whole costs."""
+FASTEST = Choice(0, "fastest")
+TOO_LATE = "nothing meets the SLO with what was learned, least violating"
+SURE = 2.0
+"""A conservative estimate is this many deviations above ``T_eff``."""
+
+
+class Bandit(Policy):
+    """Eq. 1 plus learned residuals, with rare and SLO-safe tries of the envelope's neighbours.
+
+    Thread-safe; ``choose`` takes a lock only in a place it has not seen. ``clock`` may be replaced before use.
+    """
+
+    class Config(ComponentConfig):
+        """What it dares and what it remembers.
+
+        epsilon: share of decisions that try a neighbour, in a place never seen; it falls to ``epsilon_floor``, by half
+        every ``epsilon_half_life`` decisions. alpha: weight of a new outcome. A profile rests for ``cooldown`` when
+        ``violations`` of its last ``window`` uses missed an SLO that they were expected to meet. ttl, max_arms: what
+        is forgotten. state: a file that is read at the start and written every ``save_every``.
+        """
+
+        seed: int = 0
+        epsilon: float = Field(0.1, ge=0, le=1)
+        epsilon_floor: float = Field(0.01, ge=0, le=1)
+        epsilon_half_life: float = Field(50.0, gt=0)
+        alpha: float = Field(0.3, gt=0, lt=1)
+        violations: int = Field(3, ge=1)
+        window: int = Field(10, ge=1, le=64)
+        cooldown: Duration = Field(10.0, ge=0)
+        ttl: Duration = Field(300.0, gt=0)
+        max_arms: int = Field(512, ge=8, le=65536)
+        state: Path | None = None
+        save_every: Duration = Field(60.0, gt=0)
+
+        @model_validator(mode="after")
+        def _ordered(self) -> Bandit.Config:
+            if self.epsilon_floor > self.epsilon:
+                raise ValueError(f"epsilon_floor {self.epsilon_floor} is above epsilon {self.epsilon}")
+            if self.violations > self.window:
+                raise ValueError(f"{self.violations} violations do not fit into a window of {self.window} uses")
+            return self
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.clock: Callable[[], float] = time.monotonic
+        self.memory = Memory(config.max_arms, config.ttl)
+        self._random = random.Random(config.seed)
+        self._draw = self._random.random
+        self._most = config.epsilon
+        self._lock = threading.Lock()
+        self._saved_s: float | None = None
+        if config.state is not None:
+            _bandit_file.load(config.state, self.memory, self.clock())
+
+    def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Choice:
+        """The lowest ``T_eff`` among those that do not rest, or now and then a neighbour of it."""
+        now = self.clock()
+        place = self.memory.places.get((context.workload, context.min_quality, candidates[0].profile))
+        if place is None or now >= place.stale_s:
+            place = self._renew((context.workload, context.min_quality, candidates[0].profile), now)
+        place.decisions += 1
+        if now < place.rests_s:
+            return self._around_rests(context, candidates, place, now)
+        known, best, best_s, nbytes = place.known, 0, candidates[0].latency_s, context.nbytes
+        if known:
+            best_s = inf
+            for i, candidate in enumerate(candidates):
+                latency_s = candidate.latency_s
+                if (learned := known.get(candidate.profile)) is not None:
+                    latency_s += max(learned[0] + learned[1] * nbytes, LEAST * (latency_s - context.model_s))
+                if latency_s < best_s:
+                    best, best_s = i, latency_s
+        chance = self._draw()
+        if chance < self._most and chance < self._epsilon(place):
+            tried = self._try(context, candidates, place, best, best_s, now)
+            if tried is not None:
+                return Choice(tried, "explore")
+        if context.slo_s is not None and best_s > context.slo_s:
+            return Choice(best, TOO_LATE)
+        return Choice(best, "fastest with what was learned") if best else FASTEST
+
+    def _renew(self, bucket: Bucket, now: float) -> Place:
+        with self._lock:
+            place = self.memory.place(bucket, now)
+            place.refresh(now)
+        return place
+
+    def _around_rests(
+        self, context: ServiceContext, candidates: Sequence[Candidate], place: Place, now: float
+    ) -> Choice:
+        estimates = [_estimate(c, place, context, now) for c in candidates]
+        return Choice(*_best(estimates, context.slo_s))
+
+    def observe(self, decision: Decision, outcome: Outcome) -> None:
+        """Learn what the model does not explain of a whole fetch, and whether it came too late."""
+        chosen = next((c for c in decision.candidates if c.profile == outcome.profile), None)
+        if chosen is None:
+            return
+        config, now, nbytes = self.config, self.clock(), decision.context.nbytes
+        with self._lock:
+            place, arm = self.memory.arm(_bucket(decision), outcome.profile, now)
+            expected_s = outcome.expected_s
+            if outcome.ok and expected_s > 0 and outcome.raw_bytes >= WHOLE * nbytes:
+                place.outcomes += 1
+                arm.learn(nbytes, outcome.spent_s - expected_s, expected_s, config.alpha, place.outcomes, now)
+            if arm.used(_violates(decision, chosen, outcome), config.window, config.violations):
+                arm.until_s = now + config.cooldown
+            place.refresh(now)
+        if config.state is not None:
+            self._save_now_and_then(config.state, now)
+
+    def residuals(self, decision: Decision) -> dict[str, float]:
+        """Of the candidates that were tried in this place."""
+        place = self.memory.places.get(_bucket(decision))
+        if place is None:
+            return {}
+        now, nbytes = self.clock(), decision.context.nbytes
+        arms = place.arms
+        return {name: arm.residual(nbytes, arm.kept(place.outcomes, now)) for name, arm in arms.items()}
+
+    def save(self, path: Path) -> None:
+        """Write what is known; a reader sees the old file or the new one.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._lock:
+            dumped = self.memory.dump(self.clock())
+        _bandit_file.write(path, dumped)
+
+    def _save_now_and_then(self, path: Path, now: float) -> None:
+        with self._lock:
+            due = self._saved_s is not None and now - self._saved_s >= self.config.save_every
+            if due or self._saved_s is None:
+                self._saved_s = now
+        if due:
+            self.save(path)
+
+    def _epsilon(self, place: Place) -> float:
+        config = self.config
+        left = float(0.5 ** (place.decisions / config.epsilon_half_life))
+        return config.epsilon_floor + (config.epsilon - config.epsilon_floor) * left
+
+    def _try(
+        self,
+        context: ServiceContext,
+        candidates: Sequence[Candidate],
+        place: Place,
+        best: int,
+        best_s: float,
+        now: float,
+    ) -> int | None:
+        """A neighbour that may turn out faster than the best and, to be on the safe side, meets the SLO."""
+        limit = inf if context.slo_s is None else context.slo_s
+        worth = []
+        for i in _neighbours(candidates, best):
+            latency_s, spread, _ = _estimate(candidates[i], place, context, now)
+            if latency_s * (1.0 - spread) < best_s and latency_s * (1.0 + SURE * spread) <= limit:
+                worth.append(i)
+        if len(worth) < 2:
+            return worth[0] if worth else None
+        return worth[self._draw() < 0.5]
+
+
+_Estimate = tuple[float, float, bool]
+"""``T_eff``, its relative deviation, and whether the profile rests."""
+
+
+def _bucket(decision: Decision) -> Bucket:
+    context = decision.context
+    return (context.workload, context.min_quality, decision.candidates[0].profile)
+
+
+def _estimate(candidate: Candidate, place: Place, context: ServiceContext, now: float) -> _Estimate:
+    latency_s, arm = candidate.latency_s, place.arms.get(candidate.profile)
+    if arm is None:
+        return latency_s, UNKNOWN, False
+    kept = arm.kept(place.outcomes, now)
+    residual = max(arm.residual(context.nbytes, kept), LEAST * (latency_s - context.model_s))
+    return latency_s + residual, arm.spread(kept), now < arm.until_s
+
+
+def _best(estimates: Sequence[_Estimate], slo_s: float | None) -> tuple[int, str]:
+    """The lowest ``T_eff`` of those that do not rest; of all of them when those would miss the SLO, or all rest."""
+    everyone = range(len(estimates))
+    awake = [i for i in everyone if not estimates[i][2]]
+    fastest = min(everyone, key=lambda i: estimates[i][0])
+    if not awake:
+        return fastest, "all candidates rest, fastest"
+    best = min(awake, key=lambda i: estimates[i][0])
+    if slo_s is None or estimates[best][0] <= slo_s:
+        return best, "fastest" if best == 0 else "fastest with what was learned"
+    if estimates[fastest][0] <= slo_s:
+        return fastest, "would rest, but nothing else meets the SLO"
+    return fastest, TOO_LATE
+
+
+def _neighbours(candidates: Sequence[Candidate], best: int) -> list[int]:
+    """Those with the next higher and the next lower ratio: at most two."""
+    cr = candidates[best].cr
+    above = below = -1
+    for i, candidate in enumerate(candidates):
+        if candidate.cr > cr:
+            above = i if above < 0 or candidate.cr < candidates[above].cr else above
+        elif candidate.cr < cr:
+            below = i if below < 0 or candidate.cr > candidates[below].cr else below
+    return [i for i in (below, above) if i >= 0]
+
+
+def _violates(decision: Decision, chosen: Candidate, outcome: Outcome) -> bool:
+    """Whether it failed, or missed an SLO that it was expected to meet."""
+    slo_s = decision.context.slo_s
+    if not outcome.ok:
+        return True
+    return slo_s is not None and decision.context.model_s + outcome.spent_s > slo_s >= chosen.latency_s

@@ -1,0 +1,183 @@
+"""``kvserve explain``: the decision, its figures, and the picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller_cases import FREE_RAW, GBPS, library, profile
+from kvserve_core.cli import explain_plot
+from kvserve_core.errors import UnavailableComponentError
+
+ASKED = ("explain", "--bytes", "56MiB", "--bandwidth", "5Gbps")
+KVServe = Callable[..., Any]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    made = library(
+        FREE_RAW,
+        profile("slow9", 8.62, 12e9),
+        profile("fast5", 5.11, 26e9),
+        profile("poor", 20.0, 26e9, lower=0.5),
+        profile("never", 2.0, 1e9),
+    )
+    made.save(tmp_path / "m.kvlib")
+    return str(tmp_path / "m.kvlib")
+
+
+def test_every_profile_appears_with_its_figures_or_what_it_is_left_out_by(path: str, kvserve: KVServe) -> None:
+    done = kvserve(*ASKED, "--library", path, "--slo", "50ms", "--model-time", "5ms", "--json")
+    assert done.code == 0
+    found = done.json
+    assert (found["profile"], found["reason"]) == ("slow9", "fastest")
+    by_name = {c["profile"]: c for c in found["candidates"]}
+    assert [c["latency_s"] for c in found["candidates"]] == sorted(c["latency_s"] for c in found["candidates"])
+    assert set(by_name) == {"raw", "lossless", "slow9", "fast5", "never"}
+    best = by_name["slow9"]
+    nbytes = 56 * 2**20
+    assert best["latency_s"] == pytest.approx(0.005 + 2 * nbytes / 12e9 + nbytes / 8.62 / (5 * GBPS))
+    assert best["pays_below"] == pytest.approx((1 - 1 / 8.62) * 6e9)
+    assert (best["chosen"], best["meets_slo"], by_name["raw"]["meets_slo"]) == (True, True, False)
+    assert found["rejected"] == [{"profile": "poor", "reason": "quality 0.5 (lower bound) is below 0.99"}]
+    assert [e["profile"] for e in found["envelope"]] == ["raw", "fast5", "slow9"]
+    assert found["envelope"][0]["below"] is None
+
+
+def test_the_text_says_the_same(path: str, kvserve: KVServe) -> None:
+    done = kvserve(*ASKED, "--library", path, "--slo", "50ms")
+    assert done.out.startswith("slow9: fastest (")
+    for text in ("*  slow9", "misses the SLO", "not offered here", "- poor: quality 0.5", "fastest: raw, fast5 below"):
+        assert text in done.out
+
+
+def test_a_lower_floor_lets_more_in(path: str, kvserve: KVServe) -> None:
+    assert kvserve(*ASKED, "--library", path, "--min-quality", "0.4", "--json").json["profile"] == "poor"
+
+
+def test_stages_may_overlap(path: str, kvserve: KVServe) -> None:
+    whole, chunked = (kvserve(*ASKED, "--library", path, *more, "--json").json for more in ((), ("--chunk", "1MiB")))
+    assert chunked["candidates"][0]["latency_s"] < whole["candidates"][0]["latency_s"]
+
+
+def test_a_bandit_shows_what_it_has_learned(path: str, tmp_path: Path, kvserve: KVServe) -> None:
+    arm = {"count": 2.0, "seen": 1.0, "s_per_byte": 1e-9, "nbytes": 1e8, "squares": 1e16, "at": 1, "until_s": 0.0}
+    place = {"bucket": ["default", None, "slow9"], "outcomes": 1, "decisions": 1, "age_s": 0.0}
+    place["arms"] = {"slow9": {"recent": 0, "time_s": 0.0} | arm}
+    (tmp_path / "s.json").write_text(json.dumps({"version": 1, "places": [place]}))
+    spec = {"name": "bandit", "configuration": {"state": str(tmp_path / "s.json"), "epsilon": 0, "epsilon_floor": 0}}
+    found = kvserve(*ASKED, "--library", path, "--policy", json.dumps(spec), "--json").json
+    assert found["profile"] == "fast5"
+    residuals = {c["profile"]: c["residual_s"] for c in found["candidates"]}
+    assert residuals["slow9"] == pytest.approx(56 * 2**20 * 1e-9, rel=0.01)
+    assert residuals["raw"] is None
+
+
+def test_without_a_library_there_are_raw_and_lossless(kvserve: KVServe) -> None:
+    assert {c["profile"] for c in kvserve(*ASKED, "--json").json["candidates"]} == {"raw", "lossless"}
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (("--slo", "soon"), "soon"),
+        (("--min-quality", "7"), "is no quality"),
+        (("--policy", "analitic"), "did you mean 'analytic'"),
+        (("--policy", "{"), "neither a name nor a spec in JSON"),
+        (("--chunk", "0B"), "no size of a chunk"),
+    ],
+)
+def test_what_cannot_be_is_one_line(more: tuple[str, ...], text: str, kvserve: KVServe) -> None:
+    done = kvserve(*ASKED, *more)
+    assert done.code == 2
+    assert text in done.err
+    assert done.err.startswith("error: ")
+
+
+# -- the picture -----------------------------------------------------------------------------------------------------
+
+
+class Axes:
+    """Stands in for matplotlib: keeps what is drawn."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[str, tuple[list[float], list[float]]] = {}
+        self.marks: list[tuple[float, float]] = []
+        self.levels: list[float] = []
+        self.saved: list[Path] = []
+
+    def plot(self, x: Any, y: Any, *_: str, label: str | None = None, **__: Any) -> None:
+        if label is None:
+            self.marks.append((x[0], y[0]))
+        else:
+            self.drawn[label] = (list(x), list(y))
+
+    def axhline(self, y: float, **_: Any) -> None:
+        self.levels.append(y)
+
+    def set(self, **_: Any) -> None: ...
+
+    def legend(self, **_: Any) -> None: ...
+
+    def subplots(self, **_: Any) -> tuple[Axes, Axes]:
+        return self, self
+
+    def savefig(self, out: Path, dpi: int) -> None:
+        if out.suffix != ".png":
+            raise ValueError(f"Format {out.suffix!r} is not supported")
+        self.saved.append(out)
+
+    def close(self, figure: Axes) -> None: ...
+
+
+@pytest.fixture
+def axes(monkeypatch: pytest.MonkeyPatch) -> Axes:
+    made = Axes()
+    monkeypatch.setattr(explain_plot, "pyplot", lambda: made)
+    monkeypatch.setattr("kvserve_core.cli.explain.pyplot", lambda: made)
+    return made
+
+
+def test_the_picture_holds_lines_envelope_thresholds_slo_and_choice(axes: Axes, path: str, kvserve: KVServe) -> None:
+    assert kvserve(*ASKED, "--library", path, "--slo", "50ms", "--plot", "o.png").code == 0
+    assert axes.saved == [Path("o.png")]
+    assert set(axes.drawn) == {*("raw", "lossless", "slow9", "fast5", "never"), "envelope", "choice: slow9"}
+    names = ("raw", "lossless", "slow9", "fast5", "never")
+    every = zip(*(axes.drawn[name][1] for name in names), strict=True)
+    assert axes.drawn["envelope"][1] == [min(each) for each in every]
+    rates = axes.drawn["raw"][0]
+    assert (rates[0], rates[-1]) == (pytest.approx(1.0), pytest.approx(1000.0))
+    assert axes.drawn["choice: slow9"][0] == [5.0]
+    assert axes.levels == [pytest.approx(50.0)]
+    limit, latency_ms = axes.marks[-2]
+    raw_ms = 1e3 * 56 * 2**20 / (limit * GBPS)
+    assert latency_ms == pytest.approx(raw_ms), "where it crosses raw"
+
+
+def test_a_picture_that_cannot_be_written_is_said(axes: Axes, kvserve: KVServe) -> None:
+    done = kvserve(*ASKED, "--plot", "o.what")
+    assert (done.code, done.err.splitlines()[-1]) == (
+        2,
+        "error: o.what: cannot be written: Format '.what' is not supported",
+    )
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, kvserve: KVServe) -> None:
+    def missing() -> None:
+        raise UnavailableComponentError("a plot needs 'matplotlib'; pip install 'kvserve[profile]'")
+
+    monkeypatch.setattr("kvserve_core.cli.explain.pyplot", missing)
+    done = kvserve(*ASKED, "--plot", "o.png")
+    assert done.code == 2
+    assert "pip install 'kvserve[profile]'" in done.err
+
+
+def test_a_real_picture(path: str, tmp_path: Path, kvserve: KVServe) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is an extra")
+    out = tmp_path / "o.png"
+    assert kvserve(*ASKED, "--library", path, "--plot", str(out)).code == 0
+    assert out.read_bytes().startswith(b"\x89PNG")

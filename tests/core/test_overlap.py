@@ -1,0 +1,127 @@
+"""The pipelined form of eq. 1, and its envelope against brute force."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller_cases import FREE_RAW, GBPS, analytic, library, profile, three
+from kvserve_core.controller import Controller
+from kvserve_core.errors import ConfigError
+from kvserve_core.latency import Line, lower_envelope
+from kvserve_core.overlap import Costs, Form, pieces
+from kvserve_core.policy import Outcome, ServiceContext
+
+seconds = st.one_of(st.just(0.0), st.floats(1e-6, 10.0))
+costs_of = st.lists(st.tuples(seconds, seconds, st.floats(1e3, 1e9)), min_size=1, max_size=20)
+
+
+def simulated(encode_s: float, transfer_s: float, decode_s: float, chunks: int) -> float:
+    """When the last of equal chunks leaves the third of three stages, each of which takes one chunk at a time."""
+    free = [0.0, 0.0, 0.0]
+    for _ in range(chunks):
+        ready = 0.0
+        for stage, whole in enumerate((encode_s, transfer_s, decode_s)):
+            ready = free[stage] = max(ready, free[stage]) + whole / chunks
+    return free[-1]
+
+
+@given(seconds, seconds, seconds, st.integers(1, 40))
+def test_the_form_is_a_pipeline_of_equal_chunks(encode: float, transfer: float, decode: float, chunks: int) -> None:
+    found = Form(1e6).seconds(encode, transfer, decode, chunks * 1e6)
+    assert found == pytest.approx(simulated(encode, transfer, decode, chunks), abs=1e-12)
+
+
+def test_without_chunks_or_with_one_the_stages_follow_each_other() -> None:
+    assert Form().seconds(1.0, 2.0, 3.0, 10**9) == 6.0
+    assert Form(1e9).seconds(1.0, 2.0, 3.0, 10**9) == Form(1e9).seconds(1.0, 2.0, 3.0, 10) == 6.0
+    assert Form(1e6).seconds(1.0, 2.0, 3.0, 10**9) == pytest.approx(3.003)
+
+
+@given(seconds, seconds, st.floats(1e3, 1e9), st.floats(1e-12, 1.0), st.floats(1.0, 100.0))
+def test_the_pieces_are_the_form(encode: float, decode: float, wire: float, x: float, chunks: float) -> None:
+    made = pieces((encode, decode, wire), chunks)
+    line = [piece for start, piece, _ in made if start <= x][-1]
+    assert line.at(x) == pytest.approx(Form(1.0).seconds(encode, wire * x, decode, chunks), rel=1e-9)
+
+
+@settings(max_examples=300)
+@given(costs_of, st.floats(1.0, 200.0), st.lists(st.floats(-11, 2), min_size=20, max_size=20))
+def test_the_envelope_is_the_minimum_everywhere(costs: list[Costs], chunks: float, powers: list[float]) -> None:
+    form = Form(1.0)
+    envelope = form.envelope(costs, chunks)
+    assert list(envelope.breaks) == sorted(envelope.breaks)
+    assert all(a != b for a, b in zip(envelope.order, envelope.order[1:], strict=False))
+    for x in (*(10**p for p in powers), *(b * f for b in envelope.breaks for f in (0.999, 1.001))):
+        every = [form.seconds(encode, wire * x, decode, chunks) for encode, decode, wire in costs]
+        assert every[envelope.best(x)] <= min(every) * (1 + 1e-6)
+
+
+def test_lines_that_cross_where_one_of_them_bends() -> None:
+    costs = [(0.0, 1.0, 4631127.0), (0.0, 1.0, 4631127.0), (0.0, 2.0, 562813.0)]
+    assert Form(1.0).envelope(costs, 12.0).order == (0, 2)
+
+
+def test_an_envelope_of_one_chunk_is_that_of_lines() -> None:
+    rng = random.Random(0)
+    costs = [(rng.random(), rng.random(), 1e8 / rng.uniform(1, 9)) for _ in range(30)]
+    assert Form(1e9).envelope(costs, 10**8) == lower_envelope([Line(e + d, wire) for e, d, wire in costs])
+    assert Form(1e6).envelope([], 10**8).order == ()
+
+
+def test_a_profile_may_be_best_in_two_stretches() -> None:
+    costs = [(0.0, 0.8, 1.75), (0.37, 0.68, 1.69)]
+    assert Form(1.0).envelope(costs, 8.0).order == (1, 0, 1)
+
+
+def test_overlap_makes_compression_pay_on_faster_links() -> None:
+    made = library(FREE_RAW, profile("p", 4.0, 4e9))
+    context = ServiceContext(nbytes=10**9, bandwidth=16 * GBPS)
+    assert Controller(made, analytic()).choose(context).profile == "raw"
+    decision = Controller(made, analytic(), chunk_bytes=2**22).choose(context)
+    assert decision.profile == "p"
+    best = decision.candidates[0]
+    assert best.latency_s == pytest.approx(0.25, rel=0.05)
+    assert best.encode_s == best.decode_s == pytest.approx(0.25)
+    assert best.transfer_s == pytest.approx(0.125)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.floats(0.5, 30), st.floats(1e8, 1e12), st.floats(0, 0.01)), max_size=30),
+    st.integers(1, 2**40),
+    st.floats(1e5, 1e12),
+)
+def test_the_overlapped_choice_is_the_optimum_over_all_profiles(
+    made: list[tuple[float, float, float]], nbytes: int, bandwidth: float
+) -> None:
+    profiles = [FREE_RAW, *(profile(f"p{i}", *args) for i, args in enumerate(made))]
+    control = Controller(library(*profiles), analytic(), chunk_bytes=2**20)
+    context = ServiceContext(nbytes=nbytes, bandwidth=bandwidth)
+    decision = control.choose(context)
+    best = min(control.estimate(p, decision).latency_s for p in control.feasible(context))
+    assert decision.candidates[0].latency_s <= best * 1.03
+
+
+def test_explain_shows_overlapped_times() -> None:
+    text = three(chunk_bytes=2**20).choose(ServiceContext(nbytes=10**8, bandwidth=GBPS)).explain()
+    assert "lossless: " in text
+    assert "pays below" not in text
+
+
+def test_what_was_spent_on_an_overlapped_transfer_is_the_consumers_total() -> None:
+    control = three(chunk_bytes=2**20)
+    decision = control.choose(ServiceContext(nbytes=10**8, bandwidth=GBPS))
+    told = control._judged(decision, Outcome("t", decision.profile, 10**8, 10**7, 0.1, 0.2, 0.1, total_s=0.25))
+    assert told.spent_s == 0.25
+    parts = control._judged(decision, Outcome("t", decision.profile, 10**8, 10**7, 0.1, 0.2, 0.1))
+    assert parts.spent_s == pytest.approx(0.2 + 0.2 / (10**8 / 2**20))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "4MiB"])
+def test_a_chunk_that_is_none_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"chunk_bytes: .* is no size of a chunk"):
+        three(chunk_bytes=value)
