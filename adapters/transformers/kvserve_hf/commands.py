@@ -40,7 +40,7 @@ def demo(
     model: Annotated[Path | None, MODEL] = None,
     library: Annotated[Path | None, typer.Option(help="A profile library; default: the shipped one.")] = None,
     link: Annotated[list[str] | None, typer.Option(help="e.g. 20Mbps or unlimited; may be repeated.")] = None,
-    min_quality: Annotated[float, typer.Option(min=0, max=1, help="The quality floor.")] = 0.97,
+    min_quality: Annotated[float, typer.Option(min=0, max=1, help="The quality floor, on exp(-KL).")] = 0.99,
     policy: Annotated[str, typer.Option(help="The policy that chooses: a name or a spec in JSON.")] = POLICY,
     explain: Annotated[bool, typer.Option(help="Print why each profile was chosen.")] = False,
     as_json: AsJson = False,
