@@ -18,6 +18,7 @@ TARGET = Path(__file__).with_name("components.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MODELS = (("SmolLM2-135M-Instruct", "quality_smollm2.json"), ("Gemma-3-270M", "quality_gemma3.json"))
 ROBUSTNESS = "quality_robustness.json"
+TASKS = "quality_tasks.json"
 PROVIDER = "kvserve"
 INTRODUCTION = """# Components
 
@@ -39,6 +40,11 @@ model computes in float32. Tasks are questions with one right answer (exact matc
 AT = """Ratios at equal quality: straight lines in log CR over log KL between the measured points of a family, never
 beyond them. In brackets, the same on the ends of the 95 % intervals of KL.
 """
+ASKED = """### Tasks
+
+Share of {count} questions a task that are answered exactly through compressed KV, on SmolLM2-135M-Instruct. The passkey
+lies at a tenth, half or nine tenths of about 640 tokens. {tasks}
+"""
 SPREAD = """### Other domains
 
 Calibrated on some kinds of text, tested on others, as above, at one step each. Texts: {counts}. A segment unlike those
@@ -53,6 +59,8 @@ def document(results: Path = RESULTS) -> str:
     found = [(name, json.loads((results / file).read_text())) for name, file in MODELS if (results / file).exists()]
     if found:
         parts += [QUALITY, *(_model(name, result) for name, result in found)]
+    if (results / TASKS).exists():
+        parts.append(_asked(json.loads((results / TASKS).read_text())))
     if (results / ROBUSTNESS).exists():
         parts.append(_robustness(json.loads((results / ROBUSTNESS).read_text())))
     return "\n".join(parts)
@@ -155,6 +163,18 @@ def _row(row: Mapping[str, Any], counted: Sequence[str]) -> Iterator[str]:
     yield f"{row['dnll']['mean']:+.3f} [{row['dnll']['low']:+.3f}, {row['dnll']['high']:+.3f}]"
     yield from (f"{row['tasks'][name]:.2f}" for name in counted)
     yield " ".join(f"{name} {size / 1e6:.1f} MB" for name, size in row["artefacts"].items())
+
+
+def _asked(result: Mapping[str, Any]) -> str:
+    counted = result["tasks"]["counted"]
+    rows = [
+        (row["pipeline"], f"{row['cr']:.2f}", *(f"{row['tasks'][name]:.2f}" for name in counted))
+        for row in result["pipelines"]
+        if "tasks" in row
+    ]
+    count = re.search(r"--tasks (\d+)", result["command"])
+    head = ASKED.format(count=count[1] if count else "8", tasks=_tasks(result))
+    return "\n".join([head, f"    {result['command']}\n", table(("pipeline", "CR", *counted), rows)])
 
 
 def _robustness(result: Mapping[str, Any]) -> str:

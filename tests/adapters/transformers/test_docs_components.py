@@ -68,6 +68,7 @@ def result() -> dict[str, Any]:
 def test_results_become_tables(generator: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "quality_smollm2.json").write_text(json.dumps(result()))
     (tmp_path / "quality_robustness.json").write_text(json.dumps(result()))
+    (tmp_path / "quality_tasks.json").write_text(json.dumps(result() | {"command": "kvserve bench quality --tasks 9"}))
     text = generator.document(tmp_path)
     assert "    kvserve bench quality --out here\n" in text
     assert "| p | no | 4.2 [3.0, ?] |" in text
@@ -75,4 +76,6 @@ def test_results_become_tables(generator: ModuleType, tmp_path: Path) -> None:
     assert "| 0.75 | basis 2.0 MB |" in text
     assert "Not counted: copy." in text
     assert "| p,step=8 | nothing | 8.0 / 0.0600 | 3 of 9 |" in text
+    assert "Share of 9 questions" in text
+    assert "| p,step=8 | 8.00 | 0.75 |" in text
     assert "gone" not in text
