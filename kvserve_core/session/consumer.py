@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -16,13 +15,14 @@ from torch import Tensor
 
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.decoder import Decoder
-from kvserve_core.errors import ConfigError, FrameError, IntegrityError, TransferCancelled, TransferTimeout
+from kvserve_core.errors import ConfigError, IntegrityError, TransferCancelled
 from kvserve_core.handshake import peer_info
 from kvserve_core.metrics import Counters
 from kvserve_core.policy import Outcome
 from kvserve_core.registry import Registry, default_registry
 from kvserve_core.session.coverage import Coverage, clip, cut
 from kvserve_core.session.events import Loaded, LoadFailed, Scatter, split_region
+from kvserve_core.session.fetching import Fetch, Leg
 from kvserve_core.session.routing import route, share
 from kvserve_core.spec import KVSpec, Region, Shard
 from kvserve_core.transport import Delivery, Locator, Selection, Transport
@@ -32,42 +32,6 @@ ConsumerEvent: TypeAlias = Loaded | LoadFailed
 CPU = torch.device("cpu")
 DECODERS_KEPT = 64
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Leg:
-    """What one endpoint delivers."""
-
-    regions: tuple[Region, ...]
-    delivery: Delivery | None = None
-    wire_bytes: int = 0
-    raw_bytes: int = 0
-    transfer_s: float = 0.0
-    decode_s: float = 0.0
-
-
-@dataclass
-class _Fetch:
-    """One request in flight; legs by endpoint index."""
-
-    loc: Locator
-    tokens: range
-    deadline: float
-    coverage: Coverage
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    legs: dict[int, _Leg] = field(default_factory=dict)
-    _owner: threading.Lock = field(default_factory=threading.Lock)
-
-    def claim(self) -> bool:
-        """True for the one that ends this request: its thread, or ``poll`` when its deadline came first."""
-        return self._owner.acquire(blocking=False)
-
-    def cancel(self) -> None:
-        """Give up; a leg that waits for bytes ends at once."""
-        self.cancelled.set()
-        for leg in list(self.legs.values()):
-            if leg.delivery is not None:
-                leg.delivery.close()
 
 
 class Consumer:
@@ -107,7 +71,7 @@ class Consumer:
         self.counters = counters or Counters()
         self.peer = peer_info(kv, shard, self._registry, artefacts, device, link)
         self._events: queue.SimpleQueue[ConsumerEvent] = queue.SimpleQueue()
-        self._active: dict[str, _Fetch] = {}
+        self._active: dict[str, Fetch] = {}
         self._local = threading.local()
         self._closed = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvserve-fetch")
@@ -126,7 +90,7 @@ class Consumer:
             raise ConfigError(f"transfer {loc.transfer_id!r} is already being fetched")
         if self._closed:
             raise TransferCancelled("this consumer is closed; create a new one")
-        job = _Fetch(loc, tokens, deadline, Coverage(self._kv, self._shard, tokens, loc.num_tokens))
+        job = Fetch(loc, tokens, deadline, Coverage(self._kv, self._shard, tokens, loc.num_tokens))
         self._active[loc.transfer_id] = job
         self._pool.submit(self._run, job)
 
@@ -144,7 +108,7 @@ class Consumer:
         now = time.monotonic()
         for job in list(self._active.values()):
             if now > job.deadline and job.claim():
-                self._end(job, 0.0, _late(job))
+                self._end(job, 0.0, job.late())
         events = []
         while True:
             try:
@@ -160,7 +124,7 @@ class Consumer:
         self._pool.shutdown(wait=True)
         self._leg_pool.shutdown(wait=True)
 
-    def _run(self, job: _Fetch) -> None:
+    def _run(self, job: Fetch) -> None:
         if not job.claim():
             return
         started = time.perf_counter()
@@ -173,12 +137,12 @@ class Consumer:
             error = TransferCancelled(f"the fetch of {job.loc.transfer_id!r} was interrupted: {caught!r}")
         self._end(job, time.perf_counter() - started, error)
 
-    def _end(self, job: _Fetch, total_s: float, error: Exception | None) -> None:
+    def _end(self, job: Fetch, total_s: float, error: Exception | None) -> None:
         if isinstance(error, IntegrityError):
             self._discard(job)
         if job.legs:
-            self._release(job.loc, {i: _outcome(job, [leg], total_s, error) for i, leg in job.legs.items()})
-        outcome = _outcome(job, list(job.legs.values()), total_s, error)
+            self._release(job.loc, {i: job.outcome([leg], total_s, error) for i, leg in job.legs.items()})
+        outcome = job.outcome(list(job.legs.values()), total_s, error)
         del self._active[job.loc.transfer_id]
         if error is None:
             self._events.put(Loaded(job.loc.transfer_id, job.tokens, outcome))
@@ -187,10 +151,10 @@ class Consumer:
             valid = job.coverage.valid()
             self._events.put(LoadFailed(job.loc.transfer_id, job.tokens, valid, error, outcome))
 
-    def _load(self, job: _Fetch) -> None:
+    def _load(self, job: Fetch) -> None:
         loc = job.loc
         routed = route(loc.endpoints, self._kv, self._shard, job.tokens, loc.num_tokens)
-        job.legs = {i: _Leg(regions) for i, regions in routed}
+        job.legs = {i: Leg(regions) for i, regions in routed}
         first, *others = job.legs
         running = [self._leg_pool.submit(self._receive, job, i) for i in others]
         try:
@@ -201,7 +165,7 @@ class Consumer:
         for failure in failures:
             if failure is not None:
                 raise failure
-        _check(job)
+        job.check()
         job.coverage.require_complete()
 
     def _fence(self) -> None:
@@ -209,8 +173,8 @@ class Consumer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _receive(self, job: _Fetch, index: int) -> None:
-        _check(job)
+    def _receive(self, job: Fetch, index: int) -> None:
+        job.check()
         leg, address = job.legs[index], job.loc.endpoints[index].address
         want = Selection(leg.regions, self.peer)
         delivery = self._transport_for(address).fetch(address, job.loc.transfer_id, want, job.deadline)
@@ -221,14 +185,14 @@ class Consumer:
             delivery.close()
             leg.wire_bytes, leg.transfer_s = delivery.stats.nbytes, delivery.stats.link_s
 
-    def _take(self, job: _Fetch, leg: _Leg, delivery: Delivery) -> None:
-        _check_header(delivery.header, job.loc)
+    def _take(self, job: Fetch, leg: Leg, delivery: Delivery) -> None:
+        job.check_header(delivery.header)
         decoder, codebook = self._decoder(delivery.header), Codebook(delivery.header)
         batch: list[Segment] = []
         room = self._batch_bytes
         try:
             for sealed in delivery:
-                _check(job)
+                job.check()
                 batch.append(codebook.unseal(sealed))
                 room -= self._kv.nbytes(batch[-1].at)
                 if room <= 0:
@@ -237,7 +201,7 @@ class Consumer:
         finally:  # what arrived before an error is good: the engine recomputes that much less
             self._decode(job, leg, decoder, batch)
 
-    def _decode(self, job: _Fetch, leg: _Leg, decoder: Decoder, batch: list[Segment]) -> None:
+    def _decode(self, job: Fetch, leg: Leg, decoder: Decoder, batch: list[Segment]) -> None:
         if job.cancelled.is_set():
             return
         started = time.perf_counter()
@@ -247,7 +211,7 @@ class Consumer:
                 self._place(job, leg, plane_at, piece)
         leg.decode_s += time.perf_counter() - started
 
-    def _place(self, job: _Fetch, leg: _Leg, at: Region, x: Tensor) -> None:
+    def _place(self, job: Fetch, leg: Leg, at: Region, x: Tensor) -> None:
         for wanted in leg.regions:
             part = clip(at, wanted)
             if part is not None:
@@ -264,7 +228,7 @@ class Consumer:
             cache[header.chains] = Decoder(header, self._kv, self._device, self._registry, self._artefacts)
         return cache[header.chains]
 
-    def _discard(self, job: _Fetch) -> None:
+    def _discard(self, job: Fetch) -> None:
         """What a store holds is damaged: take it out, so that the next request does not meet it again."""
         for i in job.legs:
             try:
@@ -283,39 +247,3 @@ class Consumer:
                     transport.release(endpoint.address, loc.transfer_id, mine, reports.get(i))
             except Exception as failure:  # noqa: BLE001  # the lease frees it; the load itself is decided
                 log.warning("releasing transfer %r failed: %s", loc.transfer_id, failure)
-
-
-def _check_header(header: FrameHeader, loc: Locator) -> None:
-    if (header.transfer_id, header.num_tokens) != (loc.transfer_id, loc.num_tokens):
-        raise FrameError(
-            f"the frame is of transfer {header.transfer_id!r} with {header.num_tokens} tokens,"
-            f" expected {loc.transfer_id!r} with {loc.num_tokens}",
-            "header",
-        )
-
-
-def _check(job: _Fetch) -> None:
-    if job.cancelled.is_set():
-        raise TransferCancelled(f"the fetch of {job.loc.transfer_id!r} was cancelled here")
-    if time.monotonic() > job.deadline:
-        raise _late(job)
-
-
-def _late(job: _Fetch) -> TransferTimeout:
-    return TransferTimeout(
-        f"the fetch of {job.loc.transfer_id!r} did not end by its deadline; recompute, or allow more"
-    )
-
-
-def _outcome(job: _Fetch, legs: Sequence[_Leg], total_s: float, error: Exception | None) -> Outcome:
-    return Outcome(
-        transfer_id=job.loc.transfer_id,
-        profile=job.loc.profile,
-        raw_bytes=sum(leg.raw_bytes for leg in legs),
-        wire_bytes=sum(leg.wire_bytes for leg in legs),
-        transfer_s=sum(leg.transfer_s for leg in legs),
-        decode_s=sum(leg.decode_s for leg in legs),
-        total_s=total_s,
-        ok=error is None,
-        reason="" if error is None else f"{type(error).__name__}: {error}",
-    )

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-import torch
 from torch import Tensor
 
-from kvserve_core.artefacts import Artefacts
 from kvserve_core.component import ANY, Capabilities, ComponentConfig
-from kvserve_core.spec import KVSpec, Region
-from kvserve_core.stages import Quantizer
-from kvserve_core.tensor import TORCH, Part, Quantized
+from kvserve_core.spec import Region
+from kvserve_core.tensor import Part, Quantized
 from kvserve_plugins.kernels.bits import byte_planes, join_planes
 from kvserve_plugins.kernels.shapes import shape_of
-from kvserve_plugins.quantizers.identity import check_native
+from kvserve_plugins.quantizers._native import NativeQuantizer
 
 
-class Bitplane(Quantizer):
+class Bitplane(NativeQuantizer):
     """Splits floats into an exponent stream and mantissa streams that carry the sign; exact.
 
     Each value is rotated left by one bit and cut into bytes, most significant first, one stream a byte:
@@ -44,21 +39,13 @@ class Bitplane(Quantizer):
         layer_local=True,
     )
 
-    _dtype: torch.dtype
-
-    def bind(self, at: Region, spec: KVSpec, device: torch.device, artefacts: Artefacts) -> Self:
-        """Note the plane's dtype."""
-        bound = super().bind(at, spec, device, artefacts)
-        bound._dtype = TORCH[spec.group(at.group).plane(at.plane).dtype]
-        return bound
-
     def encode(self, x: Tensor, at: Region) -> Quantized:
         """``[L, H, T, D]`` of the plane's dtype to one u8 stream per byte of it.
 
         Raises:
             UnsupportedSpecError: another dtype.
         """
-        check_native(x, self._dtype, "bitplane")
+        self._require_native(x)
         rows = x.shape[0] * x.shape[1]
         return Quantized(tuple(Part(plane, 256, rows) for plane in byte_planes(x)), {}, shape_of(x))
 
