@@ -15,6 +15,7 @@ from torch import Tensor
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.component import Capabilities, ComponentSpec, Kind
 from kvserve_core.errors import ConfigError, FrameError, KVServeError, Unacceptable, UnsupportedSpecError
+from kvserve_core.host_codec import HostCodec, runs_on
 from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits
 from kvserve_core.profile import RAW_CHAIN, Chain
 from kvserve_core.registry import Registry
@@ -104,7 +105,7 @@ class ChainSet:
     def _stage(self, kind: Kind, spec: ComponentSpec, path: str) -> Any:
         stage = self._registry.create(kind, spec, path)
         on = stage.caps.encode_on if self._direction == "encode" else stage.caps.decode_on
-        if self.device.type not in on:
+        if not runs_on(kind, on, self.device.type):
             raise UnsupportedSpecError(
                 f"{kind} {spec.name!r} cannot {self._direction} on {self.device.type!r}, only on {sorted(on)}", path
             )
@@ -211,14 +212,20 @@ class ChainSet:
             )
         bound_quantizer = self._at(quantizer, at, shape, f"{path}.quantizer")
         if i not in self._codecs:
-            self._codecs[i] = self._at(codec, at, shape, f"{path}.codec")
+            self._codecs[i] = self._codec_at(codec, at, shape, f"{path}.codec")
         return Bound(tuple(bound_transforms), bound_quantizer, self.lossless(i), TORCH[plane.dtype])
 
-    def _at(self, stage: StageT, at: Region, shape: Shape, path: str) -> StageT:
+    def _codec_at(self, codec: Codec, at: Region, shape: Shape, path: str) -> Codec:
+        on = codec.caps.encode_on if self._direction == "encode" else codec.caps.decode_on
+        if self.device.type in on:
+            return self._at(codec, at, shape, path)
+        return HostCodec(self._at(codec, at, shape, path, torch.device("cpu")), self.device)
+
+    def _at(self, stage: StageT, at: Region, shape: Shape, path: str, device: torch.device | None = None) -> StageT:
         placed = copy.copy(stage)
         placed.input_shape = shape
         try:
-            return placed.bind(at, self.kv, self.device, self.artefacts)
+            return placed.bind(at, self.kv, device or self.device, self.artefacts)
         except ConfigError as error:
             raise error.under(path) from error.__cause__
         except Exception as error:  # a stage may raise anything at a place it did not expect

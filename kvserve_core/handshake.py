@@ -9,6 +9,7 @@ import torch
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.component import Kind
 from kvserve_core.errors import UnavailableComponentError
+from kvserve_core.host_codec import runs_on
 from kvserve_core.peer import PeerInfo, Refusal, acceptable
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.registry import Registry
@@ -35,7 +36,7 @@ def peer_info(
                 cls = registry.load(kind, name)
             except UnavailableComponentError:  # listed with its reason by list-components
                 continue
-            if on in cls.caps.decode_on:
+            if runs_on(kind, cls.caps.decode_on, on):
                 reads[f"{kind}:{name}"] = tuple(sorted(cls.reads))
     return PeerInfo(READS, reads, on, kv.fingerprint, shard, artefacts.hashes, link)
 

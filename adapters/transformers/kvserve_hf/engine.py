@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from kvserve_core.errors import ConfigError, KVServeError
+from kvserve_core.model import model_id as identity_of
 from kvserve_core.spec import DType, KVSpec, Region
 from kvserve_core.tensor import TORCH
 from kvserve_hf.buffers import KVBuffer
 from kvserve_hf.cache import KVCache, injected
-from kvserve_hf.identity import model_id as identity_of
 from kvserve_hf.quiet import no_progress_bars
 from kvserve_hf.spec import kv_spec
 

@@ -16,16 +16,16 @@ from pydantic import TypeAdapter, ValidationError
 import kvserve_core
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.errors import ConfigError
+from kvserve_core.evaluation.bench import PROMPT_TOKENS, Bench
+from kvserve_core.evaluation.quality import Quality
 from kvserve_core.library import DEFAULT_WORKLOAD, EXACT, Profile, ProfileLibrary, QualityRecord
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import PipelineSpec
 from kvserve_core.spec import whole
+from kvserve_core.speed import measure_speed
 from kvserve_hf.bench.pipelines import Calibrated, filled
 from kvserve_hf.engine import Engine
-from kvserve_hf.measure import PROMPT_TOKENS, Bench
-from kvserve_hf.quality import Quality
 from kvserve_hf.roundtrip import FrameRoundtrip
-from kvserve_hf.speed import measure_speed
 from kvserve_hf.texts import LoadedText, tokens
 
 METRIC = "exp(-KL)"

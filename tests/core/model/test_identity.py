@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from kvserve_core.errors import ArtefactError
-from kvserve_hf.identity import model_id
+from kvserve_core.model import model_id
 from tiny_models import llama_config
 
 
