@@ -143,23 +143,30 @@ class Pipeline:
         """Segments of a request of ``total`` tokens whose cell became final within ``ready``."""
         return plan(self.spec, self._lanes, total, ready)
 
-    def raw_bytes(self, total: int) -> int:
-        """Original bytes of a request of ``total`` tokens on this shard; what a window drops is not counted."""
-        return sum(self.kv.nbytes(_extent(lane, total)) for lane in self._lanes)
+    def raw_bytes(self, total: int, start: int = 0) -> int:
+        """Original bytes of a request of ``total`` tokens on this shard from token ``start`` on; what a window drops is
+        not counted."""
+        return sum(self.kv.nbytes(_extent(lane, total, start)) for lane in self._lanes)
 
-    def header(self, transfer_id: str, total: int, profile: str) -> tuple[FrameHeader, list[Planned]]:
-        """The frame header of one request, and its whole plan.
+    def header(self, transfer_id: str, total: int, profile: str, start: int = 0) -> tuple[FrameHeader, list[Planned]]:
+        """The frame header of one request, and its whole plan: of the cells from token ``start`` on.
 
         Raises:
-            UnsupportedSpecError: the request has more segments than a frame can hold.
+            UnsupportedSpecError: the request has more segments than a frame can hold, or ``start`` begins no cell.
         """
-        planned = list(self.regions(range(total), total))
+        if start % self.spec.segment_tokens or not 0 <= start < total:
+            raise UnsupportedSpecError(
+                f"token {start} of {total} begins no cell of {self.spec.segment_tokens} tokens", "start"
+            )
+        planned = list(self.regions(range(start, total), total))
+        if start:
+            planned = [replace(p, index=i) for i, p in enumerate(planned)]
         if len(planned) > MAX_SEGMENTS:
             raise UnsupportedSpecError(
                 f"{total} tokens make {len(planned)} segments, a frame holds {MAX_SEGMENTS}; use a larger 'layer_block'"
                 " or 'segment_tokens', or fewer 'head_groups'"
             )
-        return self._header(transfer_id, total, len(planned), self.raw_bytes(total), profile), planned
+        return self._header(transfer_id, total, len(planned), self.raw_bytes(total, start), profile), planned
 
     def _header(self, transfer_id: str, total: int, num_segments: int, raw_bytes: int, profile: str) -> FrameHeader:
         planes, layer_blocks, head_groups = self._tables
@@ -233,9 +240,9 @@ class Pipeline:
         return Segment(planned.index, planned.at, RAW_CHAIN_ID, meta, body)
 
 
-def _extent(lane: Lane, total: int) -> Region:
+def _extent(lane: Lane, total: int, start: int) -> Region:
     state = lane.group.unit == "state"
-    start = max(0, total - lane.group.window) if lane.group.window else 0
+    start = max(start, total - lane.group.window) if lane.group.window else start
     stop = 1 if state else total
     return Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, 0 if state else start, stop)
 

@@ -77,8 +77,11 @@ class Consumer:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvserve-fetch")
         self._leg_pool = ThreadPoolExecutor(threads, thread_name_prefix="kvserve-leg")
 
-    def fetch(self, loc: Locator, tokens: range, deadline: float) -> None:
+    def fetch(self, loc: Locator, tokens: range, deadline: float, *, name: str = "") -> None:
         """Start loading ``tokens`` of a transfer; the end of ``deadline`` (``time.monotonic()``) fails it.
+
+        name: what ``scatter``, ``cancel`` and events call it instead of the transfer id: several requests may load the
+        same object of a store at once.
 
         Raises:
             ConfigError: the tokens are not in the transfer, or it is already being fetched.
@@ -86,21 +89,22 @@ class Consumer:
         """
         if not 0 <= tokens.start < tokens.stop <= loc.num_tokens:
             raise ConfigError(f"tokens {tokens.start}-{tokens.stop} of a transfer of {loc.num_tokens}")
-        if loc.transfer_id in self._active:
-            raise ConfigError(f"transfer {loc.transfer_id!r} is already being fetched")
+        name = name or loc.transfer_id
+        if name in self._active:
+            raise ConfigError(f"transfer {name!r} is already being fetched")
         if self._closed:
             raise TransferCancelled("this consumer is closed; create a new one")
-        job = Fetch(loc, tokens, deadline, Coverage(self._kv, self._shard, tokens, loc.num_tokens))
-        self._active[loc.transfer_id] = job
+        job = Fetch(name, loc, tokens, deadline, Coverage(self._kv, self._shard, tokens, loc.num_tokens))
+        self._active[name] = job
         self._pool.submit(self._run, job)
 
     def release(self, loc: Locator) -> None:
         """Say that this rank needs nothing of a transfer (a full prefix hit), so that the producer can let it go."""
         self._pool.submit(self._release, loc, {})
 
-    def cancel(self, transfer_id: str) -> None:
-        """Give up a fetch. Nothing is scattered for it after its LoadFailed was polled."""
-        if job := self._active.get(transfer_id):
+    def cancel(self, name: str) -> None:
+        """Give up a fetch, by its name or transfer id. Nothing is scattered for it after its LoadFailed was polled."""
+        if job := self._active.get(name):
             job.cancel()
 
     def poll(self) -> Sequence[ConsumerEvent]:
@@ -143,13 +147,13 @@ class Consumer:
         if job.legs:
             self._release(job.loc, {i: job.outcome([leg], total_s, error) for i, leg in job.legs.items()})
         outcome = job.outcome(list(job.legs.values()), total_s, error)
-        del self._active[job.loc.transfer_id]
+        del self._active[job.name]
         if error is None:
-            self._events.put(Loaded(job.loc.transfer_id, job.tokens, outcome))
+            self._events.put(Loaded(job.name, job.tokens, outcome))
         else:
             self.counters.add("fallback_recompute")
             valid = job.coverage.valid()
-            self._events.put(LoadFailed(job.loc.transfer_id, job.tokens, valid, error, outcome))
+            self._events.put(LoadFailed(job.name, job.tokens, valid, error, outcome))
 
     def _load(self, job: Fetch) -> None:
         loc = job.loc
@@ -216,7 +220,7 @@ class Consumer:
             part = clip(at, wanted)
             if part is not None:
                 job.coverage.add(part)
-                self._scatter(job.loc.transfer_id, part, cut(x, at, part))
+                self._scatter(job.name, part, cut(x, at, part))
                 leg.raw_bytes += self._kv.nbytes(part)
 
     def _decoder(self, header: FrameHeader) -> Decoder:

@@ -29,8 +29,9 @@ class Leg:
 
 @dataclass
 class Fetch:
-    """One request in flight; legs by endpoint index."""
+    """One request in flight; legs by endpoint index. name: what the engine calls it."""
 
+    name: str
     loc: Locator
     tokens: range
     deadline: float

@@ -75,9 +75,12 @@ class Producer:
         self._thread = threading.Thread(target=self._run, name="kvserve-encode", daemon=True)
         self._thread.start()
 
-    def open(self, transfer_id: str, total: int, decision: Decision, peer: PeerInfo | None = None) -> Endpoint:
+    def open(
+        self, transfer_id: str, total: int, decision: Decision, peer: PeerInfo | None = None, *, start: int = 0
+    ) -> Endpoint:
         """Publish a transfer of ``total`` tokens under the decision's profile; tokens follow with :meth:`ready`.
 
+        start: the first token that the consumer will ask for; cells that lie wholly before it are not waited for.
         Every opened transfer gives one :class:`Freed`, and an :class:`Outcome` or a :class:`Failed`.
 
         Raises:
@@ -91,7 +94,7 @@ class Producer:
             raise Unacceptable(refusal.stages, refusal.detail)
         if self._closed:
             raise TransportError("this producer is closed; create a new one")
-        source = Source(pipeline, transfer_id, total, decision.profile, decision.context.link)
+        source = Source(pipeline, transfer_id, total, decision.profile, decision.context.link, start)
         self._enter(source)
         try:
             if self._transport.persistent:

@@ -19,9 +19,13 @@ class Source:
     """A :class:`~kvserve_core.transport.SegmentSource` that the encode thread fills and transports read.
 
     The header and the plan are made when first asked for, which is not in the engine's thread.
+
+    start: tokens before it are never final: the consumer holds them. Cells that lie wholly before it are not encoded.
     """
 
-    def __init__(self, pipeline: Pipeline, transfer_id: str, total: int, profile: str, link: str) -> None:
+    def __init__(
+        self, pipeline: Pipeline, transfer_id: str, total: int, profile: str, link: str, start: int = 0
+    ) -> None:
         if total < 1:
             raise ConfigError(f"transfer {transfer_id!r} has {total} tokens; at least 1 is needed")
         if not 1 <= len(transfer_id.encode()) <= MAX_NAME:
@@ -29,11 +33,12 @@ class Source:
                 f"transfer id {transfer_id[:32]!r} has {len(transfer_id)} characters; use 1 to {MAX_NAME}"
             )
         self.pipeline, self.transfer_id, self.link = pipeline, transfer_id, link
-        self.raw_bytes = pipeline.raw_bytes(total)
+        self.raw_bytes = pipeline.raw_bytes(total, start)
         self.address = ""
         self.closed: str | None = None
         self.wire_bytes = 0
-        self._total, self._profile = total, profile
+        self._total, self._profile, self._start = total, profile, start
+        self._first_cell = start // pipeline.spec.segment_tokens
         self._sealed: dict[int, Sealed] = {}
         self._final = bytearray(total)
         self._cells_given: set[int] = set()
@@ -44,7 +49,7 @@ class Source:
 
     @cached_property
     def _made(self) -> tuple[FrameHeader, list[Planned]]:
-        return self.pipeline.header(self.transfer_id, self._total, self._profile)
+        return self.pipeline.header(self.transfer_id, self._total, self._profile, self._start)
 
     def _make(self) -> tuple[FrameHeader, list[Planned]]:
         with self._making:
@@ -71,10 +76,14 @@ class Source:
             cells.setdefault(self._cell(p), []).append(p)
         return cells
 
+    @cached_property
+    def _due(self) -> int:
+        return sum(len(planned) for cell, planned in self._by_cell.items() if cell >= self._first_cell)
+
     @property
     def complete(self) -> bool:
-        """Whether every segment is sealed."""
-        return len(self._sealed) == self.header.num_segments
+        """Whether every segment that will be encoded is sealed."""
+        return len(self._sealed) == self._due
 
     def newly_final(self, tokens: range) -> list[Planned]:
         """Segments that can be encoded now that ``tokens`` are final too; each is given out once.

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from fake_engine import FakeEngine, collect, decision, wait_for
-from kvserve_core.errors import LeaseLost, PeerLost, TransferTimeout
+from kvserve_core.errors import LeaseLost, PeerLost, TransferTimeout, UnsupportedSpecError
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import LOSSLESS_PIPELINE
 from kvserve_core.registry import default_registry
@@ -166,3 +166,42 @@ def test_a_store_outlives_its_producer(tmp_path: Path) -> None:
     finally:
         decode.session.close()
         reader.close()
+
+
+def test_a_prefix_is_stored_cell_by_cell_and_shared_by_requests(tmp_path: Path) -> None:
+    store = default_registry().create("transport", {"name": "file", "configuration": {"path": str(tmp_path)}})
+    engine = FakeEngine(KV, whole(KV))
+    producer = Producer({"lossless": Pipeline.build(LOSSLESS_PIPELINE, KV, whole(KV))}, store, engine.gather)
+    ends = {"cell-0": 256, "cell-1": 512}
+    endpoints = {}
+    for key, end in ends.items():
+        engine.allocate(key, end)
+        engine.prefill(key, range(end - 256, end))
+        endpoints[key] = producer.open(key, end, decision("lossless"), start=end - 256)
+        producer.ready(key, range(end - 256, end))
+        wait_for(producer.poll, Freed)
+    producer.close()
+    whole_cells = 2 * 256 * KV.token_bytes()
+    assert producer.counters.snapshot()["raw_bytes"] == whole_cells
+    decode = FakeEngine(KV, whole(KV))
+    session = Consumer(KV, whole(KV), lambda _: store, decode.scatter)
+    try:
+        for request in ("a", "b"):
+            for key, end in ends.items():
+                name = f"{request}/{key}"
+                decode.allocate(name, end)
+                loc = Locator(key, end, (endpoints[key],), "lossless")
+                session.fetch(loc, range(end - 256, end), time.monotonic() + 30, name=name)
+        loaded = collect(session.poll, (Loaded, LoadFailed), 4)
+        assert {e.transfer_id for e in loaded if isinstance(e, Loaded)} == {f"{r}/{k}" for r in "ab" for k in ends}
+        for request in ("a", "b"):
+            assert all(decode.holds(f"{request}/{k}", range(end - 256, end), end) for k, end in ends.items())
+    finally:
+        session.close()
+        store.close()
+
+
+def test_a_published_range_begins_at_a_cell() -> None:
+    pipeline = Pipeline.build(LOSSLESS_PIPELINE, KV, whole(KV))
+    with pytest.raises(UnsupportedSpecError, match="begins no cell"):
+        pipeline.header("key", 512, "lossless", 100)
