@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvserve_core.component import Tunable as Tunable
     from kvserve_core.controller import Controller as Controller
     from kvserve_core.errors import KVServeError as KVServeError
+    from kvserve_core.evaluator import Evaluator as Evaluator
     from kvserve_core.hookspecs import hookimpl as hookimpl
     from kvserve_core.library import Profile as Profile
     from kvserve_core.library import ProfileLibrary as ProfileLibrary
@@ -45,12 +46,14 @@ if TYPE_CHECKING:
     from kvserve_core.tensor import Quantized as Quantized
     from kvserve_core.transport import Store as Store
     from kvserve_core.transport import Transport as Transport
+    from kvserve_core.workload import WorkloadClassifier as WorkloadClassifier
 
 _HOME = {
     "artefacts": ["Artefacts"],
     "component": ["Capabilities", "Component", "ComponentConfig", "ComponentSpec", "Tunable"],
     "controller": ["Controller"],
     "errors": ["KVServeError"],
+    "evaluator": ["Evaluator"],
     "hookspecs": ["hookimpl"],
     "library": ["Profile", "ProfileLibrary"],
     "pipeline": ["Pipeline"],
@@ -63,6 +66,7 @@ _HOME = {
     "stages": ["Codec", "Quantizer", "Transform"],
     "tensor": ["Encoded", "Part", "Quantized"],
     "transport": ["Store", "Transport"],
+    "workload": ["WorkloadClassifier"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted(_MODULE)

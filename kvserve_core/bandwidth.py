@@ -92,8 +92,16 @@ class Goodput(msgspec.Struct, frozen=True, gc=False):
     @property
     def bytes_per_s(self) -> float:
         """The estimate of B."""
+        return self._rate(self.overhead_s)
+
+    def expected_s(self, nbytes: float) -> float:
+        """What a fetch of so many bytes should take."""
+        overhead_s = self.overhead_s
+        return overhead_s + nbytes / self._rate(overhead_s)
+
+    def _rate(self, overhead_s: float) -> float:
         nbytes = self.nbytes + self.prior_bytes
-        seconds = self.seconds + self.prior_s - self.overhead_s * self.fetches
+        seconds = self.seconds + self.prior_s - overhead_s * self.fetches
         return max(SLOWEST, nbytes / max(seconds, nbytes / FASTEST))
 
     @property
@@ -109,7 +117,7 @@ class Goodput(msgspec.Struct, frozen=True, gc=False):
     def _added(self, nbytes: float, seconds: float, busy_s: float, known: Goodput) -> Goodput:
         if known.fetches < ENOUGH:
             return known._with(nbytes, seconds, busy_s)
-        expected = known.overhead_s + nbytes / known.bytes_per_s
+        expected = known.expected_s(nbytes)
         run = _run(self.run, _surprise(seconds, expected, OFF))
         if abs(run) >= RUN:
             return Goodput(known.time_s, until_s=known.until_s)._with(nbytes, seconds, seconds / self.sharing)
@@ -199,6 +207,7 @@ class BandwidthEstimator:
         self._clock = clock
         self._links: OrderedDict[str, Goodput] = OrderedDict()
         self._rates: dict[str, tuple[float, float, float]] = {}
+        self._probed: set[str] = set()
         self._lock = threading.Lock()
 
     def prior_of(self, link: str) -> float:
@@ -223,14 +232,35 @@ class BandwidthEstimator:
         prior = self.prior_of(link)
         return float(prior * (rate / prior) ** (0.5 ** (idle_s / STALE_HALF_LIFE_S)))
 
-    def probe(self, link: str, send: Callable[[str], tuple[int, float]]) -> float:
-        """Measure a link that was not used for ``stale_s``: ``send(link)`` moves bytes, and says how many and how long.
+    def stale(self) -> list[str]:
+        """Links that were not used for ``stale_s``: those with a prior of their own, and those used before."""
+        oldest_s = self._clock() - self._stale_s
+        known = self._rates.copy()
+        return [link for link in {**self._priors, **known} if link not in known or known[link][2] < oldest_s]
 
-        For idle moments; nothing here calls it.
+    def probe(self, link: str, send: Callable[[str], tuple[int, float]]) -> float:
+        """Measure a link that was not used for ``stale_s``; the estimate of it then, in bytes/s.
+
+        For an adapter's idle moments, ``for link in links.stale(): links.probe(link, send)``; nothing here calls it.
+        send: moves at least ``min_bytes`` over the link, and says how many and in how many seconds. What it raises
+        comes through, and nothing is learned. A link that is used, or being probed by another thread, is left alone.
+
+        Raises:
+            ConfigError: too little was sent to say anything.
         """
-        known = self._rates.get(link)
-        if known is None or self._clock() - known[2] > self._stale_s:
-            self.observe(link, *send(link))
+        with self._lock:
+            known = self._rates.get(link)
+            fresh = known is not None and self._clock() - known[2] <= self._stale_s
+            if fresh or link in self._probed:
+                return self.estimate(link)
+            self._probed.add(link)
+        try:
+            nbytes, seconds = send(link)
+        finally:
+            self._probed.discard(link)
+        if nbytes < self._min_bytes:
+            raise ConfigError(f"a probe of {nbytes} bytes says nothing; send {self._min_bytes} or more", link)
+        self.observe(link, nbytes, seconds)
         return self.estimate(link)
 
     def observe(self, link: str, nbytes: int, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -20,10 +21,11 @@ from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits
 from kvserve_core.profile import RAW_CHAIN, Chain
 from kvserve_core.registry import Registry
 from kvserve_core.spec import SEGMENT_TOKENS, DType, KVSpec, Region
-from kvserve_core.stages import Codec, Quantizer, Stage, Transform
+from kvserve_core.stages import Codec, Fusion, Quantizer, Stage, Transform
 from kvserve_core.tensor import TORCH, Params, Quantized, Shape
 from kvserve_core.wire import ChainInfo
 
+log = logging.getLogger(__name__)
 F16_MAX = torch.finfo(torch.float16).max
 StageT = TypeVar("StageT", bound=Stage)
 
@@ -36,6 +38,7 @@ class Bound:
     quantizer: Quantizer
     exact: bool
     dtype: torch.dtype
+    fusion: Fusion | None = None
 
     def quantize(self, x: Tensor, at: Region) -> tuple[list[Params], Quantized]:
         """T and Q: parameters of each stage in order, and the quantizer's streams."""
@@ -92,6 +95,16 @@ class ChainSet:
             self._set_versions(versions)
         self._bound: dict[tuple[int, int, str, tuple[int, ...], tuple[int, ...]], Bound] = {}
         self._codecs: dict[int, Codec] = {}
+        self._fusions = [self._fuse(i) for i in range(len(self._chains))]
+
+    def _fuse(self, i: int) -> Fusion | None:
+        """The peephole: a kernel for the whole chain, if its quantizer knows one. Optional, so it may not hurt."""
+        transforms, quantizer, codec = self._stages[i]
+        try:
+            return quantizer.fuse(transforms, codec, self.kv, self.device)
+        except Exception as error:  # noqa: BLE001  # a kernel that fails to build leaves the stages as they are
+            log.warning("%s runs stage by stage: %s: %s", self._paths[i], type(error).__name__, error)
+            return None
 
     def _create(self, i: int) -> tuple[tuple[Transform, ...], Quantizer, Codec]:
         chain, path = self._chains[i], self._paths[i]
@@ -213,7 +226,10 @@ class ChainSet:
         bound_quantizer = self._at(quantizer, at, shape, f"{path}.quantizer")
         if i not in self._codecs:
             self._codecs[i] = self._codec_at(codec, at, shape, f"{path}.codec")
-        return Bound(tuple(bound_transforms), bound_quantizer, self.lossless(i), TORCH[plane.dtype])
+        fusion = self._fusions[i]
+        if fusion is not None and not fusion.bind(at, bound_transforms, bound_quantizer):
+            fusion = None
+        return Bound(tuple(bound_transforms), bound_quantizer, self.lossless(i), TORCH[plane.dtype], fusion)
 
     def _codec_at(self, codec: Codec, at: Region, shape: Shape, path: str) -> Codec:
         on = codec.caps.encode_on if self._direction == "encode" else codec.caps.decode_on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,7 +16,7 @@ from kvserve_core.spec import DType
 API_VERSION = 1
 """What plugins are written against. A manifest with another number is listed as broken, with the reason."""
 
-Kind = Literal["transform", "quantizer", "codec", "transport", "policy", "evaluator"]
+Kind = Literal["transform", "quantizer", "codec", "transport", "policy", "evaluator", "workload"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -64,12 +65,16 @@ class ComponentSpec(BaseModel):
 
 @dataclass(frozen=True)
 class TunableSpec:
-    """What the profiler may try for a field: a list of choices, or a range (optionally logarithmic)."""
+    """What the profiler may try for a field: a list of choices, or a range (optionally logarithmic).
+
+    when: it matters only while these fields of the same configuration have one of these values.
+    """
 
     choices: tuple[Any, ...] = ()
     low: float | None = None
     high: float | None = None
     log: bool = False
+    when: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
 def Tunable(  # noqa: N802  # reads as a field type, like pydantic's Field
@@ -79,9 +84,12 @@ def Tunable(  # noqa: N802  # reads as a field type, like pydantic's Field
     low: float | None = None,
     high: float | None = None,
     log: bool = False,
+    when: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
     **field: Any,
 ) -> Any:
     """A config field that the profiler searches. ``field`` goes on to :func:`pydantic.Field`.
+
+    when: ``{"axis": ("group",)}`` for a field that matters only then; otherwise it keeps its default.
 
     Raises:
         ConfigError: neither choices nor a complete range is given, or the range is empty.
@@ -91,12 +99,14 @@ def Tunable(  # noqa: N802  # reads as a field type, like pydantic's Field
         raise ConfigError("a Tunable field needs either choices=(...) or both low= and high=")
     if low is not None and high is not None and not (low < high and (low > 0 or not log)):
         raise ConfigError(f"a Tunable range needs low < high, and 0 < low when log=True; got low={low}, high={high}")
-    extra = {"tunable": _as_json(TunableSpec(choices, low, high, log)), **field.pop("json_schema_extra", {})}
+    spec = TunableSpec(choices, low, high, log, tuple(when.items()))
+    extra = {"tunable": _as_json(spec), **field.pop("json_schema_extra", {})}
     return Field(default, json_schema_extra=extra, **field)
 
 
 def _as_json(spec: TunableSpec) -> dict[str, Any]:
-    return {"choices": list(spec.choices), "low": spec.low, "high": spec.high, "log": spec.log}
+    known = {"choices": list(spec.choices), "low": spec.low, "high": spec.high, "log": spec.log}
+    return known | ({"when": {name: list(values) for name, values in spec.when}} if spec.when else {})
 
 
 def tunables(config: type[BaseModel]) -> dict[str, TunableSpec]:
@@ -106,7 +116,8 @@ def tunables(config: type[BaseModel]) -> dict[str, TunableSpec]:
         extra = field.json_schema_extra
         if isinstance(extra, dict) and isinstance(tunable := extra.get("tunable"), dict):
             given: dict[str, Any] = dict(tunable)
-            found[name] = TunableSpec(tuple(given["choices"]), given["low"], given["high"], given["log"])
+            when = tuple((other, tuple(values)) for other, values in given.get("when", {}).items())
+            found[name] = TunableSpec(tuple(given["choices"]), given["low"], given["high"], given["log"], when)
     return found
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS, BandwidthEstimator
+from kvserve_core.costs import Costs
 from kvserve_core.errors import UnknownNameError, did_you_mean
 from kvserve_core.feasible import (
     MAX_FIGURE,
@@ -23,7 +24,7 @@ from kvserve_core.feasible import (
     known_profiles,
 )
 from kvserve_core.library import Profile, ProfileLibrary
-from kvserve_core.menu import Menu, price
+from kvserve_core.menu import Item, Menu, price
 from kvserve_core.model_time import LoadDecision, ModelTime, weigh
 from kvserve_core.overlap import Form
 from kvserve_core.policy import RAW, Candidate, Choice, Decision, Outcome, Policy, ServiceContext
@@ -33,8 +34,6 @@ PRIOR_BANDWIDTH = 1.25e9
 """10 Gbps, in bytes/s."""
 MAX_MENUS = 256
 """Kinds of request that are remembered: workloads x quality floors x peers."""
-REFRESH_S = 2.0
-"""How often learned costs are brought up to date with how far they have faded."""
 Key = tuple[str, float | None, frozenset[str] | None, str]
 _log = logging.getLogger(__name__)
 
@@ -50,7 +49,8 @@ class Controller:
     allow_unprofiled: profiles that may be used without a quality record.
     self_test: measures ``raw`` and ``lossless`` here, asked once, and only for those the library does not hold.
     chunk_bytes: original bytes that are encoded, sent and decoded at a time, where these overlap (see
-    :mod:`~kvserve_core.overlap`); None where they follow each other. priors: bytes/s by link.
+    :mod:`~kvserve_core.overlap`); None where they follow each other. priors: bytes/s by link. clock: seconds that never
+    fall, also for the policy.
 
     Raises:
         ConfigError: ``min_quality`` or ``prior_bandwidth`` is out of range.
@@ -88,10 +88,10 @@ class Controller:
         self._filter = Filter(library, min_quality, fingerprint, frozenset(allow_unprofiled))
         self._menus: dict[tuple[object, ...], Menu] = {}
         self._clock = clock
-        self._learned: dict[str, Priced] = {}
-        self._refresh_at = float("-inf")
+        self._costs = Costs(self._priced.values())
         self._said: set[str] = set()
         self._lock = threading.Lock()
+        policy.start(clock)
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
@@ -119,13 +119,13 @@ class Controller:
             check_reckoning(context)
             context = self.model.reckon(context)
             model_s, slo_s = context.model_s, context.slo_s
-        if (now := self._clock()) >= self._refresh_at:
-            self._refresh(now)
+        if (now := self._clock()) >= self._costs.fade_s:
+            self._fade(now)
         key = menu_key(context)
         menu = self._menus.get(key) or self._menu(key)
         if bandwidth is None:
             bandwidth = self.links.estimate(context.link, context.active, now)
-        items = menu.near(nbytes if nbytes > 0 else 1, bandwidth)
+        items = menu.near(nbytes if nbytes > 0 else 1, bandwidth, now)
         candidates = price(items, nbytes, bandwidth, model_s, self._form)
         chosen, reason = self._ask(context, candidates)
         if slo_s is not None and chosen.latency_s > slo_s:
@@ -235,9 +235,9 @@ class Controller:
         if priced is None:
             return
         with self._lock:
-            self._learned[outcome.profile] = priced
-            if priced.observe(outcome, nbytes, self._clock()):
-                self._drop_tables()
+            now = self._clock()
+            priced.observe(outcome, nbytes, now)
+            self._costs.learned(priced, now)
 
     def _judged(self, decision: Decision, outcome: Outcome) -> Outcome:
         """With what was spent and what is expected now: what the report taught is not for the policy to learn again."""
@@ -249,30 +249,24 @@ class Controller:
         expected_s = priced.expected(outcome, context.nbytes, bandwidth, self._form)
         return outcome.judged(spent(outcome, self._form), expected_s)
 
-    def _refresh(self, now: float) -> None:
-        if not self._lock.acquire(blocking=False):
-            return  # another thread is at it, or is learning; the next decision will see to it
-        try:
-            self._refresh_at = now + REFRESH_S
-            drifted = [priced.refresh(now) for priced in self._learned.values()]
-            if any(drifted):
-                self._drop_tables()
-        finally:
-            self._lock.release()
-
-    def _drop_tables(self) -> None:
-        for menu in self._menus.values():
-            menu.tables = {}
+    def _fade(self, now: float) -> None:
+        if self._lock.acquire(blocking=False):  # else another thread is at it, or learns: the next decision will see
+            try:
+                self._costs.fade(now)
+            finally:
+                self._lock.release()
 
     def _menu(self, key: Key) -> Menu:
-        request, items, rejected = Request(*key), [], []
+        request = Request(*key)
         check_request(request)
+        items: list[Item | None] = []
+        rejected = []
         for name, priced in self._priced.items():
-            if reason := self._filter.refusal(priced.profile, request):
-                rejected.append((name, reason))
-            else:
-                items.append((priced, self._filter.quality(priced.profile, request.workload) or 0.0))
-        menu = Menu(items, rejected, (RAW, *self.policy.wants), self._form)
+            reason = self._filter.refusal(priced.profile, request)
+            rejected += [(name, reason)] if reason else []
+            quality = self._filter.quality(priced.profile, request.workload) or 0.0
+            items.append(None if reason else (priced, quality))
+        menu = Menu(self._costs, items, rejected, (RAW, *self.policy.wants), self._form)
         with self._lock:
             while len(self._menus) >= MAX_MENUS:
                 del self._menus[next(iter(self._menus))]

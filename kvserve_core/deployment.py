@@ -234,7 +234,7 @@ class Deployment:
         """The consuming session of a rank. With ``KVSERVE_FAULT=zero`` it writes zeros: a test's negative control."""
         if os.environ.get(FAULT_ENV) == "zero":
             log.warning("%s=zero: every KV cache that is loaded is replaced by zeros", FAULT_ENV)
-            scatter = _zeroing(scatter)
+            scatter = _zeroing(scatter, self.kv)
         return Consumer(
             self.kv,
             shard,
@@ -255,8 +255,9 @@ class Deployment:
         self._transports.clear()
 
 
-def _zeroing(scatter: Scatter) -> Scatter:
+def _zeroing(scatter: Scatter, kv: KVSpec) -> Scatter:
     def zeros(transfer_id: str, at: Region, x: Tensor) -> None:
-        scatter(transfer_id, at, torch.zeros_like(x))
+        cache = kv.group(at.group).unit == "token"  # an engine waits for ever on an empty auxiliary row
+        scatter(transfer_id, at, torch.zeros_like(x) if cache else x)
 
     return zeros

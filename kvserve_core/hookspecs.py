@@ -56,7 +56,13 @@ def kvserve_policies() -> Iterable[Component]:
 
 @hookspec
 def kvserve_evaluators() -> Iterable[Component]:
-    """Quality evaluators for the profiler: classes with a nested ``Config``."""
+    """Quality evaluators for the profiler: subclasses of :class:`kvserve_core.Evaluator`."""
+    return ()
+
+
+@hookspec
+def kvserve_workload() -> Iterable[Component]:
+    """Workload classifiers: subclasses of :class:`kvserve_core.WorkloadClassifier`."""
     return ()
 
 
@@ -67,5 +73,6 @@ HOOKS: dict[str, Kind] = {
     "kvserve_transports": "transport",
     "kvserve_policies": "policy",
     "kvserve_evaluators": "evaluator",
+    "kvserve_workload": "workload",
 }
 """Hook name to kind, in listing order."""

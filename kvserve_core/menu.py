@@ -1,92 +1,107 @@
 """The feasible profiles for one kind of request, and which of them can be fastest for V bytes at bandwidth B.
 
-With fixed costs the envelope depends on V. Divided by V a profile is ``f/V + a + x/cr``, in which V moves only the
-fixed part: one table per 1/32 octave of V, made when first needed, holds the breaks in x = 1/B. Its candidates are
-then priced for the exact V and B, so the best of them is within 1.1 % of the difference in fixed cost of the true
-optimum, and nearly always it. Tables are made anew when a learned cost moves by :data:`pricing.DRIFT`.
+V changes with every request and costs with every report, so a table of the envelope's intervals would be made anew
+nearly as often as it is asked. Instead all profiles are priced at once, which gives the optimum and the runner-up, and
+what Theorem 6.2 says of this point is read off: of the lines that are less steep than that of the optimum i, line j
+crosses it at the distance ``(T_j - T_i) / (slope_i - slope_j)``, and the one that does so first is the neighbour at
+lower bandwidth; of the steeper ones likewise that at higher bandwidth. (Of overlapped stages, whose lines are bent,
+these are the neighbours of the tangents.)
+
+Neighbours do not depend on B, and only exploration needs them, so they are kept for an octave of V and ten seconds.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from math import inf, log2
+from math import frexp, inf
 from operator import attrgetter
 
+import numpy as np
+
+from kvserve_core.costs import Costs
 from kvserve_core.explain import Explainer
-from kvserve_core.latency import Envelope
-from kvserve_core.overlap import Form
+from kvserve_core.overlap import Floats, Form
 from kvserve_core.policy import Candidate
 from kvserve_core.pricing import Priced
 
 SEQUENTIAL = Form()
 _latency = attrgetter("latency_s")
-STEPS = 32
-"""Tables per octave of V."""
+KEPT_S = 10.0
+MAX_SIDES = 1024
+"""Neighbours that a menu remembers, and for how long."""
+_MOST_S = 1e200
+"""Seconds of sending V raw that are told apart, so that no sum is infinite."""
+_NEVER_S = 1e-15
+"""Lines this near to each other still have a finite distance."""
 
 Item = tuple[Priced, float]
 """A profile and its quality (the lower bound) for this workload."""
 
 
-class Table:
-    """For one V: the breaks in x = 1/B, and between them the candidates.
+class Menu:
+    """``items``: of every profile in the order of ``costs``, None where it may not serve. ``rejected``: why not.
 
-    They are the optimum, its neighbours on the envelope, the best of what is not on it, and the musts. So the runner-up
-    is always there: it is one of the neighbours, or the best of what is not on the envelope.
+    Those named in ``always`` are offered at every bandwidth.
     """
 
-    __slots__ = ("breaks", "items")
-
-    def __init__(self, envelope: Envelope, second: Envelope, menu: Sequence[Item], always: Sequence[int]) -> None:
-        self.breaks = tuple(sorted({*envelope.breaks, *second.breaks}))
-        self.items = tuple(
-            tuple(menu[i] for i in dict.fromkeys((*_window(envelope, x), *_best(second, x), *always)))
-            for x in (*self.breaks, inf)
-        )
-
-
-def _window(envelope: Envelope, x: float) -> tuple[int, ...]:
-    """The optimum just below x and its neighbours."""
-    place = envelope.position(x)
-    return envelope.order[max(0, place - 1) : place + 2]
-
-
-def _best(envelope: Envelope, x: float) -> tuple[int, ...]:
-    return (envelope.best(x),) if envelope.order else ()
-
-
-class Menu:
-    """Feasible ``items``; those at ``always`` are offered at every bandwidth. ``rejected``: names with reasons."""
-
-    __slots__ = ("_always", "_form", "explain", "items", "rejected", "tables")
+    __slots__ = ("_always", "_barred", "_costs", "_form", "_places", "_sides", "explain", "items", "rejected")
 
     def __init__(
-        self, items: Sequence[Item], rejected: Iterable[tuple[str, str]], always: Iterable[str], form: Form = SEQUENTIAL
+        self,
+        costs: Costs,
+        items: Sequence[Item | None],
+        rejected: Iterable[tuple[str, str]],
+        always: Iterable[str],
+        form: Form = SEQUENTIAL,
     ) -> None:
         wanted = set(always)
-        self.items = tuple(items)
+        self.items = tuple(item for item in items if item)
         self.rejected = tuple(rejected)
-        self._always = tuple(i for i, (priced, _) in enumerate(self.items) if priced.profile.name in wanted)
-        self.tables: dict[int, Table] = {}
+        self._costs = costs
         self._form = form
+        self._places = [item or self.items[0] for item in items]
+        self._barred = None if all(items) else np.array([0.0 if item else inf for item in items])
+        self._sides: dict[tuple[int, int], tuple[int, int, float]] = {}
+        self._always = tuple(i for i, item in enumerate(items) if item and item[0].profile.name in wanted)
         self.explain = Explainer(tuple(priced for priced, _ in self.items), form)
 
-    def table(self, step: int) -> Table:
-        """The table of the V whose ``log2`` is ``step / STEPS``; not yet kept."""
-        nbytes = 2.0 ** (step / STEPS)
-        costs = [priced.costs(nbytes) for priced, _ in self.items]
-        envelope = self._form.envelope(costs, nbytes)
-        rest = [i for i in range(len(costs)) if i not in envelope.order]
-        second = self._form.envelope([costs[i] for i in rest], nbytes)
-        return Table(envelope, Envelope(tuple(rest[i] for i in second.order), second.breaks), self.items, self._always)
+    def near(self, nbytes: float, bandwidth: float, now: float) -> list[Item]:
+        """The optimum at this point, its neighbours on the envelope, the runner-up, and what is always offered."""
+        raw_s = min(nbytes / bandwidth, _MOST_S)
+        latency, slope = self._form.lines(self._costs.live, nbytes, raw_s)
+        if self._barred is not None:
+            latency = latency + self._barred
+        best = int(latency.argmin())
+        sides = self._sides.get((best, frexp(nbytes)[1]))
+        if sides is None or now >= sides[2]:
+            sides = self._look_aside(latency, slope, best, nbytes, raw_s, now)
+        latency[best] = inf
+        found = (best, int(latency.argmin()), sides[0], sides[1], *self._always)
+        return [self._places[i] for i in dict.fromkeys(found)]
 
-    def near(self, nbytes: float, bandwidth: float) -> Sequence[Item]:
-        """The optimum at this point, its neighbours on the envelope, and what is always offered."""
-        step = round(log2(nbytes) * STEPS)
-        table = self.tables.get(step)
-        if table is None:
-            table = self.tables.setdefault(step, self.table(step))
-        return table.items[bisect_left(table.breaks, 1.0 / bandwidth)]
+    def _look_aside(
+        self, latency: Floats, slope: Floats, best: int, nbytes: float, raw_s: float, now: float
+    ) -> tuple[int, int, float]:
+        if len(self._sides) >= MAX_SIDES:
+            self._sides = {}
+        sides = (*neighbours(latency, slope, best, raw_s), now + KEPT_S)
+        self._sides[best, frexp(nbytes)[1]] = sides
+        return sides
+
+
+def neighbours(latency: Floats, slope: Floats, best: int, x: float) -> tuple[int, int]:
+    """Whose lines follow that of ``best`` on the lower envelope, above and below x, at which ``best`` is the lowest.
+
+    latency, slope: of all lines at x; a latency of inf is of one that does not count. Where none follows, ``best``.
+    """
+    lowest = latency.item(best) * (1.0 - 1e-12) - _NEVER_S
+    nearness = (slope - slope.item(best)) / (latency - lowest)
+    above, below = int(nearness.argmin()), int(nearness.argmax())
+    if nearness.item(above) >= 0.0:
+        above = best
+    if nearness.item(below) * x <= 1.0:  # they cross at no positive x
+        below = best
+    return above, below
 
 
 def price(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
@@ -81,7 +81,7 @@ class ModelTime:
             model_s = min(model_s + self.seconds(context.tokens, output), MAX_SECONDS)
         if slo_s is not None:
             slo_s -= context.elapsed_s
-        return replace(context, model_s=model_s, slo_s=slo_s, elapsed_s=0.0, tokens=None, output_tokens=0)
+        return context.reckoned(model_s, slo_s)
 
 
 @dataclass(frozen=True)

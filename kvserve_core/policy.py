@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -44,6 +45,10 @@ class ServiceContext:
     elapsed_s: float = 0.0
     slo_kind: Literal["ttft", "jct"] = "ttft"
     active: int | None = None
+
+    def reckoned(self, model_s: float, slo_s: float | None) -> ServiceContext:
+        """The same with T_model and the budget left, and nothing more to reckon them from."""
+        return _with(self, model_s=model_s, slo_s=slo_s, elapsed_s=0.0, tokens=None, output_tokens=0)
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -114,26 +119,26 @@ class Outcome:
     expected_s: float = 0.0
 
     def judged(self, spent_s: float, expected_s: float) -> Outcome:
-        """The same with these two; several times as fast as ``dataclasses.replace``."""
-        return Outcome(
-            self.transfer_id,
-            self.profile,
-            self.raw_bytes,
-            self.wire_bytes,
-            self.encode_s,
-            self.transfer_s,
-            self.decode_s,
-            self.total_s,
-            self.ok,
-            self.reason,
-            self.link,
-            spent_s,
-            expected_s,
-        )
+        """The same with these two."""
+        return _with(self, spent_s=spent_s, expected_s=expected_s)
+
+
+Value = TypeVar("Value", ServiceContext, Outcome)
+
+
+def _with(value: Value, **changes: object) -> Value:
+    """``dataclasses.replace``, several times as fast: nothing is checked, as nothing here has a ``__post_init__``."""
+    made = object.__new__(type(value))
+    made.__dict__.update(value.__dict__, **changes)
+    return made
 
 
 class Policy(ABC):
-    """Picks one of the candidates the controller hands it: the lower envelope at this bandwidth and its neighbours."""
+    """Picks one of the candidates the controller hands it: the lower envelope at this bandwidth and its neighbours.
+
+    clock: seconds that never fall, for policies that keep time. It is :func:`time.monotonic` until a controller starts
+    the policy, and then the controller's own, which in a simulation is the simulated time.
+    """
 
     Config: ClassVar[type[ComponentConfig]] = ComponentConfig
 
@@ -141,8 +146,15 @@ class Policy(ABC):
     wants: tuple[str, ...] = ()
     """Profiles that must be among the candidates wherever they are feasible, on the envelope or not."""
 
+    clock: Callable[[], float]
+
     def __init__(self, config: ComponentConfig) -> None:
         self.config = config
+        self.clock = time.monotonic
+
+    def start(self, clock: Callable[[], float]) -> None:
+        """Called once by the controller that will ask, before it does. What is to be read or dated is so here."""
+        self.clock = clock
 
     @abstractmethod
     def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Choice:

@@ -31,6 +31,8 @@ BASES: dict[Kind, str] = {
     "codec": "kvserve_core.stages:Codec",
     "transport": "kvserve_core.transport:Transport",
     "policy": "kvserve_core.policy:Policy",
+    "evaluator": "kvserve_core.evaluator:Evaluator",
+    "workload": "kvserve_core.workload:WorkloadClassifier",
 }
 """What a component of each kind must subclass; named, because some of them import torch."""
 

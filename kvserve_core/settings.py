@@ -97,6 +97,9 @@ class Settings(BaseModel):
     transport: TransportSettings = Field(TransportSettings(), description="how segments move")
     peers: PeerSettings = Field(PeerSettings(), description="what is assumed of unknown consumers")
     allow_unprofiled: Names = Field((), description="lossy profiles to offer without a quality record")
+    lossy_prefix_cache: Literal["forbid", "allow"] = Field(
+        "forbid", description="whether an engine's prefix cache may hand lossy KV to other requests"
+    )
     published_bytes_max: Size = Field(4 * 2**30, gt=0, description="host memory for published segments")
     lease: Duration = Field(30.0, gt=0, description="how long a published transfer is held without renewal")
     deadline: Duration = Field(30.0, gt=0, description="longest wait for a peer")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -98,6 +99,11 @@ class Quantizer(Stage):
     def decode(self, q: Quantized, at: Region) -> Tensor:
         """A tensor of ``q.shape``, in f32 (native if exact)."""
 
+    def fuse(self, transforms: Sequence[Transform], codec: Codec, spec: KVSpec, device: torch.device) -> Fusion | None:
+        """This chain as one pass over many segments, where there is a kernel for it; see :class:`Fusion`."""
+        del transforms, codec, spec, device
+        return None
+
 
 class Codec(Stage):
     """C: streams of codes to fewer bytes. Batched: one call serves the parts of many segments.
@@ -123,4 +129,53 @@ class Codec(Stage):
 
         Raises:
             FrameError: a blob does not decode to exactly that length (on a device: its flag in ``ok`` is 0).
+        """
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One segment that a fusion encoded, or is to decode: parameters of each stage, streams, and their coded bytes.
+
+    encoded: for a fusion with the codec in it, else None. ok: 0-d bool on the device; False sends the segment through
+    the stages one by one. None: nothing can be wrong.
+    """
+
+    stages: Sequence[Params]
+    quantized: Quantized
+    encoded: Sequence[Encoded] | None = None
+    ok: Tensor | None = None
+
+
+class Fusion(ABC):
+    """A chain's stages in one pass, over all segments of a batch; what :meth:`Quantizer.fuse` gives.
+
+    No component, and no format of its own: either side may do without it. Codes may differ from those of the stages by
+    one level in 1 % of places; decoded values as :mod:`kvserve_core.testing` allows. It works on the current stream
+    and never synchronises.
+    """
+
+    with_codec: bool = False
+    """Whether coded bytes go in and come out, instead of codes."""
+
+    @abstractmethod
+    def bind(self, at: Region, transforms: Sequence[Transform], quantizer: Quantizer) -> bool:
+        """Prepare a place, with its bound stages; False leaves it to them."""
+
+    @abstractmethod
+    def takes(self, x: Tensor, at: Region) -> bool:
+        """Whether it can encode this tensor ``[L, H, T, D]``."""
+
+    @abstractmethod
+    def encode(self, batch: Sequence[tuple[Region, Tensor]]) -> Sequence[Fused]:
+        """What the stages would give for each segment."""
+
+    @abstractmethod
+    def reads(self, segment: Fused, at: Region) -> bool:
+        """Whether it can decode this segment: host metadata of a peer, to be checked in full. Data is on the host."""
+
+    @abstractmethod
+    def decode(self, batch: Sequence[tuple[Region, Fused]]) -> tuple[Sequence[Tensor], Tensor]:
+        """``[L, H, T, D]`` in the plane's dtype, and a bool per segment on the device, as ``Fused.ok``.
+
+        Codes are on the device; parameters, and coded bytes, on the host.
         """

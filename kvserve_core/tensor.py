@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -79,3 +79,22 @@ class Encoded:
 
     data: Tensor
     nbytes: Tensor
+
+
+def on_host(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors in host memory. Those on a GPU come together in one copy from pinned memory, with one wait."""
+    if not any(p.is_cuda for p in pieces):
+        return [p.contiguous() for p in pieces]
+    flat = [p.contiguous().reshape(-1).view(torch.uint8) for p in pieces]
+    starts = [0]
+    for p in flat:
+        starts.append(starts[-1] + -(-p.numel() // 16) * 16)
+    device = next(p.device for p in pieces if p.is_cuda)
+    staged = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+    rooms = [staged[at : at + p.numel()] for at, p in zip(starts, flat, strict=False)]
+    torch._foreach_copy_(rooms, flat)
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    host.copy_(staged, non_blocking=True)
+    torch.cuda.current_stream(device).synchronize()
+    cut = (host[at : at + p.numel()] for at, p in zip(starts, flat, strict=False))
+    return [c.view(p.dtype).reshape(p.shape) for c, p in zip(cut, pieces, strict=True)]

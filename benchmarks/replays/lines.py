@@ -44,6 +44,22 @@ def line_error(x: Floats, y: Floats) -> float:
     return min(errors)
 
 
+def bend_error(x: Floats, y: Floats, sign: int) -> tuple[float, tuple[int, int, int]]:
+    """The smallest possible largest relative error of any convex (1) or concave (-1) function at these points.
+
+    Between two points a convex function is below its chord, so of three points the middle one is too high by a share of
+    ``(y_j - chord) / (y_j + chord)`` at least, and there is one that errs no more than the worst three. Also these.
+    """
+    worst, where = 0.0, (0, 0, 0)
+    for i, j, k in combinations(range(len(x)), 3):
+        share = (x[k] - x[j]) / (x[k] - x[i])
+        chord = share * y[i] + (1.0 - share) * y[k]
+        error = float(sign * (y[j] - chord) / (y[j] + chord))
+        if error > worst:
+            worst, where = error, (i, j, k)
+    return worst, where
+
+
 def _through(x: Floats, y: Floats, shape: tuple[float, float]) -> tuple[float, float]:
     share = (shape[0] + shape[1] * x) / y
     scale = 2.0 / (share.max() + share.min())

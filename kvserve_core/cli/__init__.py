@@ -43,6 +43,13 @@ COMMANDS: dict[str, Command] = {
         "kvserve_core.cli.library:library",
         "Show or validate a profile library, or import files of the KVServe reference implementation.",
     ),
+    "space": Command(
+        "kvserve_core.cli.space:space", "Count and list the pipelines that the profiler would search here."
+    ),
+    "report": Command(
+        "kvserve_core.cli.report:report",
+        "Draw a profile library: ratio against quality, latency over bandwidth, the search, what each stage gives.",
+    ),
     "explain": Command(
         "kvserve_core.cli.explain:explain",
         "Say which profile a request would get, what each would take, and who is left out by what.",
@@ -66,10 +73,20 @@ COMMANDS: dict[str, Command] = {
         "Measure ratio, speed and quality of named pipelines on a model, and write them as a profile library.",
         "kvserve[hf]",
     ),
+    "profile": Command(
+        "kvserve_hf.profile.commands:profile",
+        "Search the pipelines that are installed for the best ones on a model, and write them as a profile library.",
+        "kvserve[hf,profile]",
+    ),
     "calibrate": Command(
         "kvserve_hf.calibrate.commands:calibrate",
         "Make a calibrated file from a model and texts; run the same command again to go on after an interruption.",
         "kvserve[hf]",
+    ),
+    "vllm-proxy": Command(
+        "kvserve_vllm.proxy.command:vllm_proxy",
+        "Route requests to prefill and decode servers that run the KVServe connector of vLLM.",
+        "kvserve[proxy]",
     ),
 }
 """Summaries equal the first docstring line of each function (tested), so that help imports none of them."""

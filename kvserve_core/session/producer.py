@@ -80,7 +80,7 @@ class Producer:
     ) -> Endpoint:
         """Publish a transfer of ``total`` tokens under the decision's profile; tokens follow with :meth:`ready`.
 
-        start: the first token that the consumer will ask for; cells that lie wholly before it are not waited for.
+        start: the first token of a cell; the consumers hold what is before it.
         Every opened transfer gives one :class:`Freed`, and an :class:`Outcome` or a :class:`Failed`.
 
         Raises:
@@ -253,5 +253,5 @@ class Producer:
         if source.address:  # of a store nothing is visible yet, and what it holds under this key is another's
             self._transport.withdraw(source.transfer_id, reason)
         self.counters.add("failures")
+        self._events.put(Failed(source.transfer_id, reason))  # before Freed, which alone means that it went well so far
         self._free(source)
-        self._events.put(Failed(source.transfer_id, reason))

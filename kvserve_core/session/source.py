@@ -20,7 +20,7 @@ class Source:
 
     The header and the plan are made when first asked for, which is not in the engine's thread.
 
-    start: tokens before it are never final: the consumer holds them. Cells that lie wholly before it are not encoded.
+    start: the first token of the first cell that is encoded; the consumer holds what is before it.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class Source:
         self.closed: str | None = None
         self.wire_bytes = 0
         self._total, self._profile, self._start = total, profile, start
-        self._first_cell = start // pipeline.spec.segment_tokens
         self._sealed: dict[int, Sealed] = {}
         self._final = bytearray(total)
         self._cells_given: set[int] = set()
@@ -76,14 +75,10 @@ class Source:
             cells.setdefault(self._cell(p), []).append(p)
         return cells
 
-    @cached_property
-    def _due(self) -> int:
-        return sum(len(planned) for cell, planned in self._by_cell.items() if cell >= self._first_cell)
-
     @property
     def complete(self) -> bool:
-        """Whether every segment that will be encoded is sealed."""
-        return len(self._sealed) == self._due
+        """Whether every segment is sealed."""
+        return len(self._sealed) == self.header.num_segments
 
     def newly_final(self, tokens: range) -> list[Planned]:
         """Segments that can be encoded now that ``tokens`` are final too; each is given out once.

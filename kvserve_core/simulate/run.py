@@ -58,9 +58,7 @@ def _traces(path: Path) -> dict[str, Trace]:
 
 
 def build(given: World, policy: Policy, clock: Clock, kind: type[Controller] = Controller) -> Controller:
-    """The controller of a run, on the simulation's clock. A policy that has a ``clock`` gets it too."""
-    if hasattr(policy, "clock"):
-        policy.clock = clock
+    """The controller of a run, on the simulation's clock."""
     chosen = given.scenario
     return kind(
         given.library, policy, min_quality=chosen.min_quality, prior_bandwidth=chosen.prior_bandwidth, clock=clock

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvserve_core.component import Kind
-from kvserve_core.errors import KVServeError
+from kvserve_core.errors import KVServeError, UnsupportedSpecError
 from kvserve_core.testing.subject import CheckFailed, Skipped, Subject
 
 STAGES: tuple[Kind, ...] = ("transform", "quantizer", "codec")
 VALUES: tuple[Kind, ...] = ("transform", "quantizer")
+FOREIGN = "its calibrated files are for another model than the kit's; set 'model', 'plane' and 'sample' in a test"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,12 @@ class Check:
         """
         if reason := subject.obstacle():
             raise Skipped(reason)
-        self.demand(subject)
+        try:
+            self.demand(subject)
+        except UnsupportedSpecError as error:
+            if subject.unplaced:
+                raise Skipped(f"{FOREIGN} ({error})") from error
+            raise
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,14 @@ def folder_of(subject: Subject) -> Path:
     return subject.golden
 
 
-def write(subject: Subject) -> Path | None:
-    """Write the frame of the version that this release encodes; None when it is there already."""
+def write(subject: Subject, label: str = "") -> Path | None:
+    """Write the frame of the version that this release encodes; None when it is there already.
+
+    label: of a further frame of the version, ``KIND-NAME@VERSION-LABEL.kv``.
+    """
     folder = folder_of(subject)
-    path = folder / f"{stem(subject, subject.stage.format_version)}.kv"
+    name = "-".join(filter(None, (stem(subject, subject.stage.format_version), label)))
+    path = folder / f"{name}.kv"
     if path.exists():
         return None
     folder.mkdir(parents=True, exist_ok=True)

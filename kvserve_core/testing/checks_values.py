@@ -159,6 +159,8 @@ def supported_planes(subject: Subject) -> None:
         try:
             subject.bound(c.kv, c.at)
         except UnsupportedSpecError as error:
+            if subject.unplaced:
+                raise
             named = "*" not in subject.caps.planes
             require(not named, f"plane {c.at.plane!r} is in caps.planes, and bind refuses it: {error}")
             continue

@@ -110,6 +110,11 @@ class Subject:
         config: ComponentConfig = self.stage.config
         return config
 
+    @property
+    def unplaced(self) -> bool:
+        """Whether it reads calibrated files and nobody said for which model they are."""
+        return self.caps.artefacts and self.model is None
+
     def bound(self, kv: KVSpec, at: Region) -> Any:
         """A new instance bound to a place, as a pipeline binds it: to the whole token cell."""
         stage: Stage = self.create()

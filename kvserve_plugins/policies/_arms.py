@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from math import exp, log
 from typing import Any
 
 MIN_SPREAD = 0.25
@@ -13,10 +14,13 @@ REST = 3.0
 """Outcomes of other profiles after which a residual counts half, for each time that it was seen itself."""
 HALF_LIFE_S = 60.0
 """Seconds after which it does."""
-REFRESH_S = 1.0
+_BY_OTHERS, _BY_TIME = log(2.0) / REST, log(2.0) / HALF_LIFE_S
+REFRESH_S = 5.0
 """How often fading with time is brought up to date where nothing else happens."""
 SURPRISE = 0.5
 """Relative error from which an outcome is unlike those before: what it teaches is then as doubtful as a first one."""
+FORGOTTEN = 1e-3
+"""Share of a residual that is none."""
 LEAST = -0.5
 """No residual takes away more than this share of an estimate."""
 
@@ -49,7 +53,8 @@ class Arm:
         """How much of what was learned still counts, from 0 to 1."""
         if not self.seen:
             return 0.0
-        return float(0.5 ** ((at - self.at) / (REST * self.seen) + max(0.0, now - self.time_s) / HALF_LIFE_S))
+        age_s = now - self.time_s
+        return exp((self.at - at) * _BY_OTHERS / self.seen - (age_s * _BY_TIME if age_s > 0.0 else 0.0))
 
     def residual(self, nbytes: float, kept: float) -> float:
         """Seconds to add to an estimate for V."""
@@ -63,9 +68,9 @@ class Arm:
         """One more outcome: what it took beyond ``expected_s``, the estimate without a residual."""
         kept = self.kept(at, now)
         base = max(expected_s, 1e-9)
-        error = abs(unexplained_s - self.residual(nbytes, kept)) / base
-        self.deviation = self.spread(kept)
-        self.deviation += alpha * (error - self.deviation)
+        error = abs(unexplained_s - (self.fixed_s + self.s_per_byte * nbytes) * kept) / base
+        known = UNKNOWN + (self.deviation - UNKNOWN) * kept
+        self.deviation = known + alpha * (error - known)
         self._fade(nbytes, (1.0 - alpha) * kept)
         self.count += 1.0
         self.nbytes += nbytes
@@ -123,12 +128,14 @@ class Place:
 
     def refresh(self, now: float) -> None:
         """Bring ``known`` and ``rests_s`` up to date."""
-        known = {}
+        known, rests_s, outcomes = {}, now, self.outcomes
         for name, arm in self.arms.items():
-            kept = arm.kept(self.outcomes, now)
-            known[name] = (arm.fixed_s * kept, arm.s_per_byte * kept)
-        self.known = known
-        self.rests_s = max((arm.until_s for arm in self.arms.values()), default=now)
+            kept = arm.kept(outcomes, now)
+            if kept > FORGOTTEN:
+                known[name] = (arm.fixed_s * kept, arm.s_per_byte * kept)
+            if arm.until_s > rests_s:
+                rests_s = arm.until_s
+        self.known, self.rests_s = known, rests_s
         self.used_s, self.stale_s = now, now + REFRESH_S
 
 
@@ -203,9 +210,10 @@ class Memory:
         places: dict[Bucket, Place] = {}
         for each in dumped:
             workload, floor, interval = each["bucket"]
-            arms = {str(n): _arm(a, now) for n, a in each["arms"].items()}
+            outcomes = int(each["outcomes"])
+            arms = {str(n): _arm(a, now, outcomes) for n, a in each["arms"].items()}
             places[str(workload), None if floor is None else float(floor), str(interval)] = Place(
-                arms, int(each["outcomes"]), int(each["decisions"]), now - float(each["age_s"])
+                arms, outcomes, int(each["decisions"]), now - float(each["age_s"])
             )
         self.places = places
         self._arms = sum(len(p.arms) for p in places.values())
@@ -215,7 +223,7 @@ class Memory:
         return self._arms
 
 
-def _arm(given: dict[str, Any], now: float) -> Arm:
+def _arm(given: dict[str, Any], now: float, outcomes: int) -> Arm:
     numbers = {name: float(value) for name, value in given.items()}
     if not all(abs(value) < 1e30 for value in numbers.values()):  # false for NaN too
         raise ValueError("a figure is out of range")
@@ -225,5 +233,7 @@ def _arm(given: dict[str, Any], now: float) -> Arm:
             raise ValueError(f"{name!r} is no figure of an arm")
         setattr(arm, name, value)
     arm.at, arm.recent = int(numbers["at"]), int(numbers["recent"])
+    if arm.at > outcomes:
+        raise ValueError(f"an arm has outcome {arm.at} of {outcomes}")
     arm.time_s, arm.until_s = now - arm.time_s, now + arm.until_s
     return arm

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
@@ -28,13 +27,15 @@ WHOLE = 0.9
 FASTEST = Choice(0, "fastest")
 TOO_LATE = "nothing meets the SLO with what was learned, least violating"
 SURE = 2.0
-"""A conservative estimate is this many deviations above ``T_eff``."""
+"""A conservative estimate is this many deviations above ``T_eff``,"""
+FALL = 8.0
+"""and of what sends more than the best it is that at this part of the bandwidth, which may have fallen unseen."""
 
 
 class Bandit(Policy):
     """Eq. 1 plus learned residuals, with rare and SLO-safe tries of the envelope's neighbours.
 
-    Thread-safe; ``choose`` takes a lock only in a place it has not seen. ``clock`` may be replaced before use.
+    Thread-safe; ``choose`` takes a lock only in a place it has not seen.
     """
 
     class Config(ComponentConfig):
@@ -71,15 +72,18 @@ class Bandit(Policy):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.clock: Callable[[], float] = time.monotonic
         self.memory = Memory(config.max_arms, config.ttl)
         self._random = random.Random(config.seed)
         self._draw = self._random.random
         self._most = config.epsilon
         self._lock = threading.Lock()
         self._saved_s: float | None = None
-        if config.state is not None:
-            _bandit_file.load(config.state, self.memory, self.clock())
+
+    def start(self, clock: Callable[[], float]) -> None:
+        """Read what a former run knew, dated by this clock."""
+        super().start(clock)
+        if self.config.state is not None:
+            _bandit_file.load(self.config.state, self.memory, clock())
 
     def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Choice:
         """The lowest ``T_eff`` among those that do not rest, or now and then a neighbour of it."""
@@ -92,11 +96,12 @@ class Bandit(Policy):
             return self._around_rests(context, candidates, place, now)
         known, best, best_s, nbytes = place.known, 0, candidates[0].latency_s, context.nbytes
         if known:
-            best_s = inf
+            best_s, model_s = inf, context.model_s
             for i, candidate in enumerate(candidates):
                 latency_s = candidate.latency_s
                 if (learned := known.get(candidate.profile)) is not None:
-                    latency_s += max(learned[0] + learned[1] * nbytes, LEAST * (latency_s - context.model_s))
+                    more_s, least_s = learned[0] + learned[1] * nbytes, LEAST * (latency_s - model_s)
+                    latency_s += more_s if more_s > least_s else least_s
                 if latency_s < best_s:
                     best, best_s = i, latency_s
         chance = self._draw()
@@ -122,8 +127,10 @@ class Bandit(Policy):
 
     def observe(self, decision: Decision, outcome: Outcome) -> None:
         """Learn what the model does not explain of a whole fetch, and whether it came too late."""
-        chosen = next((c for c in decision.candidates if c.profile == outcome.profile), None)
-        if chosen is None:
+        for chosen in decision.candidates:
+            if chosen.profile == outcome.profile:
+                break
+        else:
             return
         config, now, nbytes = self.config, self.clock(), decision.context.nbytes
         with self._lock:
@@ -184,7 +191,9 @@ class Bandit(Policy):
         worth = []
         for i in _neighbours(candidates, best):
             latency_s, spread, _ = _estimate(candidates[i], place, context, now)
-            if latency_s * (1.0 - spread) < best_s and latency_s * (1.0 + SURE * spread) <= limit:
+            sends_more = candidates[i].cr < candidates[best].cr
+            at_worst_s = latency_s + (FALL - 1.0) * candidates[i].transfer_s if sends_more else latency_s
+            if latency_s * (1.0 - spread) < best_s and at_worst_s * (1.0 + SURE * spread) <= limit:
                 worth.append(i)
         if len(worth) < 2:
             return worth[0] if worth else None

@@ -285,19 +285,3 @@ def test_many_fetches_a_little_off_outweigh_any_bytes() -> None:
     for _ in range(8):
         fetch(links, 6e8, 10**8)
     assert links.estimate("a") == pytest.approx(6e8)
-
-
-def test_a_probe_is_sent_only_over_a_link_that_nobody_uses() -> None:
-    clock = Clock()
-    links = BandwidthEstimator(1e9, clock=clock)
-    sent: list[str] = []
-
-    def send(link: str) -> tuple[int, float]:
-        sent.append(link)
-        return 10**7, 0.1
-
-    assert links.probe("a", send) == pytest.approx(1e8, rel=0.2)
-    links.probe("a", send)
-    clock.now += 61.0
-    links.probe("a", send)
-    assert sent == ["a", "a"]

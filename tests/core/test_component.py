@@ -153,4 +153,4 @@ def test_defaults_are_the_cautious_answer() -> None:
     assert not any((caps.exact, caps.head_local, caps.artefacts, caps.async_size))
     assert caps.encode_on == caps.decode_on == {"cpu"}
     assert Component("x", "m:X").api == API_VERSION
-    assert KINDS == ("transform", "quantizer", "codec", "transport", "policy", "evaluator")
+    assert KINDS == ("transform", "quantizer", "codec", "transport", "policy", "evaluator", "workload")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller_cases import FREE_RAW, GBPS, MIB, Clock, Recorder, analytic, library, profile, three
-from kvserve_core import controller as module
 from kvserve_core.controller import Controller
+from kvserve_core.costs import REFRESH_S
 from kvserve_core.policy import Outcome, ServiceContext
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
@@ -200,7 +200,7 @@ def excluded(clock: Clock) -> tuple[Controller, ServiceContext, float]:
 def test_what_a_profile_once_cost_fades_so_that_it_is_tried_again() -> None:
     clock = Clock()
     control, context, encode_s = excluded(clock)
-    clock.now = module.REFRESH_S
+    clock.now = REFRESH_S
     assert control.choose(context).profile == "raw"
     clock.now = 600.0
     again = control.choose(context)

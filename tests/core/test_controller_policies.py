@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -58,3 +59,28 @@ def test_a_policy_that_fails_to_learn_stops_nobody_else(caplog: pytest.LogCaptur
     assert control.policy_failures == 2
     assert len([m for m in caplog.messages if "failed to observe" in m]) == 1
     assert control.links.estimate() == pytest.approx(1e8, rel=0.1)
+
+
+class Timely(Misbehaving):
+    """Notes when it was started and asked, by its clock."""
+
+    def start(self, clock: Callable[[], float]) -> None:
+        super().start(clock)
+        self.times = [clock()]
+
+    def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Any:
+        self.times.append(self.clock())
+        return super().choose(context, candidates)
+
+
+def test_a_policy_is_started_once_and_keeps_the_controllers_time() -> None:
+    clock, policy = Clock(), Timely(Choice(0, "x"))
+    control = Controller(library(FREE_RAW), policy, clock=clock)
+    clock.now = 3.0
+    control.choose(ServiceContext(nbytes=MIB))
+    assert policy.times == [0.0, 3.0]
+
+
+def test_a_policy_that_nobody_started_keeps_the_time_of_the_machine() -> None:
+    before = time.monotonic()
+    assert before <= Misbehaving(None).clock() <= time.monotonic()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from pydantic import ValidationError
 
 from kvserve_core.controller import Controller
@@ -23,7 +24,7 @@ from kvserve_core.latency import Speed
 from kvserve_core.library import ProfileLibrary, built_in
 from kvserve_core.policy import Candidate, Decision, Outcome, ServiceContext
 from kvserve_plugins.policies._arms import Arm, Memory
-from kvserve_plugins.policies.bandit import Bandit
+from kvserve_plugins.policies.bandit import FALL, Bandit
 
 DATA = Path(__file__).parents[1] / "data" / "kvserve"
 MODEL_S = 0.005
@@ -42,7 +43,7 @@ class Clock:
 
 def bandit(**config: Any) -> Bandit:
     made = Bandit(Bandit.Config(**config))
-    made.clock = Clock()
+    made.start(Clock())
     return made
 
 
@@ -301,8 +302,23 @@ def test_exploration_never_dares_what_may_break_the_slo(latencies: list[float], 
         assert 1.5 * offered[index].latency_s <= slo_s
 
 
+def computing(offered: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The same, but all of the latency is encoding."""
+    return tuple(structs.replace(c, encode_s=c.latency_s, transfer_s=0.0) for c in offered)
+
+
+def test_what_sends_more_needs_room_for_a_link_that_fell_unseen() -> None:
+    context, offered = replace(CONTEXT, slo_s=0.3), candidates(0.1, 0.11, 0.3)
+    policy = bandit(epsilon=1.0, epsilon_floor=1.0)
+    assert tried(policy, context, offered, 200) == []
+    assert set(tried(policy, context, computing(offered), 200)) == {1}
+    assert set(tried(policy, replace(context, slo_s=1.5 * FALL * 0.111), offered, 200)) == {1}
+    sends_less = (structs.replace(offered[0], cr=1.5), *offered[1:])
+    assert set(tried(policy, replace(context, workload="w"), sends_less, 200)) == {1}
+
+
 def test_what_was_seen_to_vary_needs_more_room() -> None:
-    policy, offered = bandit(epsilon=1.0, epsilon_floor=1.0), candidates(0.1, 0.11, 0.3)
+    policy, offered = bandit(epsilon=1.0, epsilon_floor=1.0), computing(candidates(0.1, 0.11, 0.3))
     context = replace(CONTEXT, slo_s=0.18)
     assert tried(policy, context, offered, 20)
     decision = decided(offered, 1, context)
@@ -454,7 +470,7 @@ def test_a_saved_state_is_a_warm_start(tmp_path: Path) -> None:
     decision = decided(offered, 0)
     policy.observe(decision, report(decision, 5.0))
     policy.save(path)
-    warm = Bandit(Bandit.Config(state=path, **QUIET))
+    warm = bandit(state=path, **QUIET)
     assert warm.choose(CONTEXT, offered).index == 1
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
     assert json.loads(path.read_text())["version"] == 1
@@ -467,7 +483,7 @@ def test_a_rest_survives_a_restart(tmp_path: Path) -> None:
     for _ in range(3):
         policy.observe(decision, report(decision, 1.0, ok=False))
     policy.save(path)
-    assert Bandit(Bandit.Config(state=path, **QUIET)).choose(CONTEXT, offered).index == 1
+    assert bandit(state=path, **QUIET).choose(CONTEXT, offered).index == 1
 
 
 def test_it_saves_itself_now_and_then(tmp_path: Path) -> None:
@@ -490,7 +506,7 @@ def test_a_file_that_is_none_is_a_cold_start_and_is_said(
 ) -> None:
     path = tmp_path / "state.json"
     path.write_text(text)
-    policy = Bandit(Bandit.Config(state=path))
+    policy = bandit(state=path)
     assert policy.memory.places == {}
     assert "starts without" in caplog.text
 
@@ -504,8 +520,21 @@ def test_figures_out_of_range_are_a_cold_start(tmp_path: Path, caplog: pytest.Lo
     stored = json.loads(path.read_text())
     stored["places"][0]["arms"]["p0"]["seconds"] = float("nan")
     path.write_text(json.dumps(stored))
-    assert Bandit(Bandit.Config(state=path)).memory.places == {}
+    assert bandit(state=path).memory.places == {}
     assert "out of range" in caplog.text
+
+
+def test_an_outcome_that_is_yet_to_come_is_a_cold_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, offered = tmp_path / "state.json", candidates(0.1, 0.3)
+    policy = bandit()
+    decision = decided(offered, 0)
+    policy.observe(decision, report(decision, 1.0))
+    policy.save(path)
+    stored = json.loads(path.read_text())
+    stored["places"][0]["arms"]["p0"]["at"] = 10**9
+    path.write_text(json.dumps(stored))
+    assert bandit(state=path).choose(CONTEXT, offered).index == 0
+    assert "an arm has outcome 1000000000 of 1" in caplog.text
 
 
 def test_a_state_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 from kvserve_core.component import ComponentSpec
 from kvserve_core.simulate.engine import Clock
 from kvserve_core.simulate.report import COLUMNS, report, rows
-from kvserve_core.simulate.run import play_seed, simulate
+from kvserve_core.simulate.run import build, play_seed, simulate
 from kvserve_core.simulate.statistics import distribution, over_seeds, t_quantile
 from kvserve_plugins.policies.analytic import Analytic
 from kvserve_plugins.policies.static import Static
@@ -49,13 +47,11 @@ def test_every_policy_meets_the_same_world() -> None:
     assert runs[0].truth.factors(2, 7.0) == runs[1].truth.factors(2, 7.0)
 
 
-def test_a_policy_with_a_clock_gets_that_of_the_simulation() -> None:
-    class Timed(Analytic):
-        clock: Callable[[], float] = staticmethod(time.monotonic)
-
-    policy = Timed(Timed.Config())
-    play_seed(made(library(), requests=5), policy, 0)
-    assert isinstance(policy.clock, Clock)
+def test_a_policy_keeps_the_time_of_the_simulation() -> None:
+    clock, policy = Clock(), Analytic(Analytic.Config())
+    build(made(library(), requests=5), policy, clock)
+    clock.now = 7.5
+    assert policy.clock() == 7.5
 
 
 def test_the_report_compares_policies() -> None:
