@@ -60,6 +60,12 @@ class Artefacts:
             found = self._made.setdefault(key, make())
         return found
 
+    def fresh(self) -> Artefacts:
+        """The same files, none of what was made of them: for a search, which would keep every variant in memory."""
+        other = Artefacts(self._blobs)
+        other._checked = self._checked
+        return other
+
     def json(self, digest: str) -> Any:
         """A JSON artefact."""
         return json.loads(self.read(digest))

@@ -14,6 +14,7 @@ from kvserve_core.errors import FrameError, UnsupportedSpecError
 from kvserve_core.payload import Unpacked
 from kvserve_core.registry import Registry, default_registry
 from kvserve_core.spec import KVSpec, Region
+from kvserve_core.stages import Fusion
 from kvserve_core.tensor import TORCH, Encoded, Part, Quantized
 from kvserve_core.wire import FrameHeader, Segment
 
@@ -49,10 +50,13 @@ class Decoder:
             FrameError: a segment is not what its region and chain call for; the destination is untouched.
         """
         unpacked = [self._unpack(segment) for segment in batch]
+        together = self._fusable(batch, unpacked)
         codes: dict[tuple[int, int], Tensor] = {}
         by_chain: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for i, u in enumerate(unpacked):
             for j, part in enumerate(u.parts):
+                if i in together and together[i].with_codec:
+                    continue
                 if part.coded:
                     by_chain[batch[i].chain].append((i, j))
                 else:
@@ -60,9 +64,56 @@ class Decoder:
         checks: list[tuple[Tensor, list[Region]]] = []
         for chain, keys in by_chain.items():
             self._decode_parts(chain, keys, unpacked, codes, checks)
-        done = [(s.at, self._restore(s, u, codes, i)) for i, (s, u) in enumerate(zip(batch, unpacked, strict=True))]
+        done = self._fused(batch, unpacked, together, codes)
+        for i, (s, u) in enumerate(zip(batch, unpacked, strict=True)):
+            if i not in done:
+                done[i] = self._restore(s, u, codes, i)
         _require_ok(checks)
+        return [(s.at, done[i]) for i, s in enumerate(batch)]
+
+    def _fusable(self, batch: Sequence[Segment], unpacked: list[Unpacked]) -> dict[int, Fusion]:
+        """Segments that a kernel for their whole chain can decode."""
+        found = {}
+        for i, (segment, u) in enumerate(zip(batch, unpacked, strict=True)):
+            fusion = self._chains.bound(segment.chain, u.at).fusion
+            if fusion is not None and fusion.reads(u.stages, u.parts, u.at):
+                found[i] = fusion
+        return found
+
+    def _fused(
+        self,
+        batch: Sequence[Segment],
+        unpacked: list[Unpacked],
+        together: dict[int, Fusion],
+        codes: dict[tuple[int, int], Tensor],
+    ) -> dict[int, Tensor]:
+        """The segments that kernels decoded, without those that must go stage by stage after all."""
+        by_chain: dict[int, list[int]] = defaultdict(list)
+        for i in together:
+            by_chain[batch[i].chain].append(i)
+        done: dict[int, Tensor] = {}
+        for members in by_chain.values():
+            fusion = together[members[0]]
+            given = []
+            for i in members:
+                u = unpacked[i]
+                data = u.blobs if fusion.with_codec else [codes[i, j] for j in range(len(u.parts))]
+                given.append((u.at, u.stages, data))
+            tensors, ok = fusion.decode(given)
+            done.update((i, x) for i, x, good in zip(members, tensors, ok.tolist(), strict=True) if good)
+            if fusion.with_codec and (left := [i for i in members if i not in done]):
+                plain = self._plain([batch[i] for i in left], [unpacked[i] for i in left])
+                done.update(zip(left, plain, strict=True))
         return done
+
+    def _plain(self, batch: Sequence[Segment], unpacked: list[Unpacked]) -> list[Tensor]:
+        """Segments stage by stage, codec included."""
+        codes: dict[tuple[int, int], Tensor] = {}
+        checks: list[tuple[Tensor, list[Region]]] = []
+        for i, u in enumerate(unpacked):
+            self._decode_parts(batch[i].chain, [(i, j) for j in range(len(u.parts))], unpacked, codes, checks)
+        _require_ok(checks)
+        return [self._restore(s, u, codes, i) for i, (s, u) in enumerate(zip(batch, unpacked, strict=True))]
 
     def _unpack(self, segment: Segment) -> Unpacked:
         at, where = segment.at, segment.at

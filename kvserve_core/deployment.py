@@ -30,6 +30,7 @@ from kvserve_core.session import Consumer, Gather, Producer, Scatter
 from kvserve_core.settings import Settings
 from kvserve_core.spec import KVSpec, Region, Shard, whole
 from kvserve_core.transport import Store, Transport
+from kvserve_core.workload import WorkloadClassifier, workload_of
 
 CPU = torch.device("cpu")
 PORTABLE = ("cpu", "cuda")
@@ -104,6 +105,12 @@ class Deployment:
             self_test=self._self_test,
         )
 
+    @cached_property
+    def classifier(self) -> WorkloadClassifier | None:
+        """What names the workload of a prompt, if the settings choose one."""
+        spec = self.settings.classifier
+        return None if spec is None else self.registry.create("workload", spec, "classifier")
+
     def _self_test(self) -> list[Profile]:
         try:
             return list(measure_exact(self.kv, whole(self.kv), CPU))
@@ -164,12 +171,16 @@ class Deployment:
         active: int | None = None,
         acceptable: frozenset[str] | None = None,
         store: bool = False,
+        prompt: str = "",
     ) -> ServiceContext:
-        """What the controller decides on, for a request of ``num_tokens`` prompt tokens."""
+        """What the controller decides on, for a request of ``num_tokens`` prompt tokens.
+
+        prompt: its text where it is known, for the classifier to name the workload that the request does not.
+        """
         s = self.settings
         return ServiceContext(
             nbytes=num_tokens * self.kv.token_bytes(),
-            workload=options.workload or s.workload,
+            workload=workload_of(prompt, options.workload, self.classifier, s.workload),
             slo_s=options.slo_s or s.slo,
             min_quality=options.min_quality,
             link=link,

@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,17 +19,16 @@ from torch import Tensor
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.chains import ChainSet
 from kvserve_core.errors import EscapeSegment, KVServeError, UnsupportedSpecError
+from kvserve_core.launched import Draft, Launched, Settled
 from kvserve_core.payload import as_bytes, pack
 from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits, Lane, Planned, lanes, plan, planes_of
 from kvserve_core.profile import LOSSLESS_PLANES, PipelineSpec
 from kvserve_core.registry import Registry, default_registry
 from kvserve_core.spec import MAX_TOKENS, KVSpec, Plane, Region, Shard
-from kvserve_core.tensor import Encoded, Params, Part
 from kvserve_core.wire import (
     MAX_META,
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
-    Buffer,
     FrameHeader,
     Segment,
     pack_header,
@@ -40,36 +39,6 @@ CPU = torch.device("cpu")
 MAX_NAME = 256
 """Transfer ids and profile names up to this many bytes are sure to fit in the header."""
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Draft:
-    """A segment after T, Q and the launch of C."""
-
-    planned: Planned
-    x: Tensor
-    stages: list[Params]
-    parts: tuple[Part, ...]
-    encoded: list[Encoded]
-    finite: Tensor | None
-
-
-class Launched:
-    """Segments whose kernels are queued. ``finish`` reads sizes, so call it after the fence."""
-
-    def __init__(self, pipeline: Pipeline, drafts: list[_Draft]) -> None:
-        self._pipeline, self._drafts = pipeline, drafts
-
-    def finish(self) -> list[Segment]:
-        """The segments, each no larger than raw plus its fixed overhead. All sizes are read in one copy."""
-        counts = [e.nbytes for draft in self._drafts for e in draft.encoded]
-        sizes = iter(torch.stack(counts).tolist() if counts else [])
-        flags = [draft.finite for draft in self._drafts if draft.finite is not None]
-        finite = iter(torch.stack(flags).tolist() if flags else [])
-        return [
-            self._pipeline.finish(draft, [next(sizes) for _ in draft.encoded], draft.finite is None or next(finite))
-            for draft in self._drafts
-        ]
 
 
 class Pipeline:
@@ -192,10 +161,13 @@ class Pipeline:
 
     def launch(self, batch: Sequence[tuple[Planned, Tensor]]) -> Launched:
         """Queue T, Q and C for a batch on the current stream, without a synchronisation on a GPU."""
-        drafts = [self._quantize(planned, x) for planned, x in batch]
-        by_chain: dict[int, list[_Draft]] = defaultdict(list)
+        return self._launch(self._drafts(batch))
+
+    def _launch(self, drafts: list[Draft]) -> Launched:
+        by_chain: dict[int, list[Draft]] = defaultdict(list)
         for draft in drafts:
-            by_chain[draft.planned.chain].append(draft)
+            if not draft.encoded:
+                by_chain[draft.planned.chain].append(draft)
         for chain, members in by_chain.items():
             parts = [part for d in members for part in d.parts]
             results = self._chains.codec(chain).encode(parts)
@@ -206,7 +178,37 @@ class Pipeline:
                 draft.encoded = [next(encoded) for _ in draft.parts]
         return Launched(self, drafts)
 
-    def _quantize(self, planned: Planned, x: Tensor) -> _Draft:
+    def _drafts(self, batch: Sequence[tuple[Planned, Tensor]]) -> list[Draft]:
+        """Each chain's segments through its kernel, if it has one, else stage by stage."""
+        together: dict[int, list[int]] = defaultdict(list)
+        for i, (planned, x) in enumerate(batch):
+            fusion = self._chains.bound(planned.chain, planned.at).fusion
+            if fusion is not None and fusion.takes(x, planned.at):
+                together[planned.chain].append(i)
+        made: dict[int, Draft] = {}
+        for members in together.values():
+            made.update(zip(members, self._fused([batch[i] for i in members]), strict=True))
+        return [made[i] if i in made else self._quantize(*each) for i, each in enumerate(batch)]
+
+    def _fused(self, batch: Sequence[tuple[Planned, Tensor]]) -> list[Draft]:
+        planned = batch[0][0]
+        fusion = self._chains.bound(planned.chain, planned.at).fusion
+        try:
+            results = fusion.encode([(p.at, x) for p, x in batch]) if fusion else []
+        except RuntimeError as error:  # a kernel that does not launch
+            log.warning("%d segments go stage by stage: %s: %s", len(batch), type(error).__name__, error)
+            return [self._quantize(*each) for each in batch]
+        return [
+            Draft(p, x, f.stages, f.quantized.parts, f.encoded or (), f.ok, True)
+            for (p, x), f in zip(batch, results, strict=True)
+        ]
+
+    def by_stages(self, planned: Planned, x: Tensor) -> Segment:
+        """One segment without kernels that take stages together."""
+        (segment,) = self._launch([self._quantize(planned, x)]).finish()
+        return segment
+
+    def _quantize(self, planned: Planned, x: Tensor) -> Draft:
         bound = self._chains.bound(planned.chain, planned.at)
         finite = None if bound.exact else _finite(x)
         if finite is not None and x.device.type == "cpu" and not finite:
@@ -220,21 +222,26 @@ class Pipeline:
                 raise
             log.warning("sending %s raw, a stage failed: %s: %s", planned.at, type(error).__name__, error)
             return self._quantize(replace(planned, chain=RAW_CHAIN_ID), x)
-        return _Draft(planned, x, stages, quantized.parts, [], _both(finite, bound.ok))
+        return Draft(planned, x, stages, quantized.parts, [], _both(finite, bound.ok))
 
-    def finish(self, draft: _Draft, sizes: Sequence[int], finite: bool) -> Segment:
-        """Sizes are final: pack, or send raw what is not finite or does not pay."""
-        planned, raw_bytes = draft.planned, draft.x.numel() * draft.x.element_size()
-        if planned.chain != RAW_CHAIN_ID:
-            if not finite:
-                return self._raw(planned, draft.x)
-            blobs = [_blob(*each) for each in zip(draft.parts, draft.encoded, sizes, strict=True)]
-            meta, body = pack(draft.stages, draft.parts, blobs)
-            if len(meta) + len(body) < raw_bytes and len(meta) <= MAX_META:
-                return Segment(planned.index, planned.at, planned.chain, meta, body)
-        return self._raw(planned, draft.x)
+    def packed(self, settled: Settled, data: Sequence[Tensor]) -> Segment:
+        """``data``: of ``settled``, on the host. Raw if that is smaller."""
+        draft, planned = settled.draft, settled.draft.planned
+        host = iter(data)
+        stages = [{name: next(host) for name in params} for params in draft.stages]
+        streams = list(host)
+        parts = [
+            replace(p, codes=s) if not c else p for p, s, c in zip(draft.parts, streams, settled.coded, strict=True)
+        ]
+        blobs = [as_bytes(s) if c else None for s, c in zip(streams, settled.coded, strict=True)]
+        meta, body = pack(stages, parts, blobs)
+        raw_bytes = draft.x.numel() * draft.x.element_size()
+        if planned.chain == RAW_CHAIN_ID or (len(meta) + len(body) < raw_bytes and len(meta) <= MAX_META):
+            return Segment(planned.index, planned.at, planned.chain, meta, body)
+        return self.raw(planned, draft.x)
 
-    def _raw(self, planned: Planned, x: Tensor) -> Segment:
+    def raw(self, planned: Planned, x: Tensor) -> Segment:
+        """The segment as it is in the cache."""
         stages, quantized = self._chains.bound(RAW_CHAIN_ID, planned.at).quantize(x, planned.at)
         meta, body = pack(stages, quantized.parts, [None] * len(quantized.parts))
         return Segment(planned.index, planned.at, RAW_CHAIN_ID, meta, body)
@@ -269,10 +276,3 @@ def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def _key(spec: PipelineSpec, plane: Plane) -> Plane:
     return plane if plane in spec.planes else "*" if spec.chain_for(plane) == spec.planes.get("*") else plane
-
-
-def _blob(part: Part, encoded: Encoded, size: int) -> Buffer | None:
-    """The coded bytes, or None when storing the codes as they stand is no larger."""
-    if not 0 <= size <= encoded.data.numel():
-        raise KVServeError(f"a codec says {size} bytes of a buffer of {encoded.data.numel()}")
-    return as_bytes(encoded.data[:size].cpu()) if size < part.nbytes else None

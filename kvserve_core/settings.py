@@ -82,9 +82,9 @@ class Settings(BaseModel):
     """Everything a deployment can set.
 
     The core reads ``library``, ``policy`` and ``transport`` itself (``kvserve doctor`` checks them), and has parameters
-    that ``min_quality``, ``bandwidth``, ``workload`` and ``allow_unprofiled`` go to: the controller's and a context's.
-    Engine adapters read the others and act on them: ``wire_compat``, ``peers.accept``, ``slo``, ``deadline``,
-    ``lease`` and ``published_bytes_max``.
+    that ``min_quality``, ``bandwidth``, ``workload``, ``classifier`` and ``allow_unprofiled`` go to: the controller's
+    and a context's. Engine adapters read the others and act on them: ``wire_compat``, ``peers.accept``, ``slo``,
+    ``deadline``, ``lease`` and ``published_bytes_max``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -94,6 +94,7 @@ class Settings(BaseModel):
     bandwidth: Bandwidth = Field(1.25e9, gt=0, description="link speed assumed until transfers were measured")
     policy: ComponentSpec = Field(ComponentSpec(name="analytic"), description="how a profile is picked")
     workload: str = Field("default", min_length=1, description="whose quality and ratio records apply")
+    classifier: ComponentSpec | None = Field(None, description="names the workload of requests that do not, e.g. rules")
     transport: TransportSettings = Field(TransportSettings(), description="how segments move")
     peers: PeerSettings = Field(PeerSettings(), description="what is assumed of unknown consumers")
     allow_unprofiled: Names = Field((), description="lossy profiles to offer without a quality record")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvserve_core.component import Capabilities, ComponentConfig
+from kvserve_core.payload import PartMeta
 from kvserve_core.spec import KVSpec, Region
 from kvserve_core.tensor import Encoded, Params, Part, Quantized, Shape
 
@@ -134,7 +135,7 @@ class Codec(Stage):
 
 @dataclass(frozen=True)
 class Fused:
-    """One segment that a fusion encoded, or is to decode: parameters of each stage, streams, and their coded bytes.
+    """One segment that a fusion encoded: parameters of each stage, streams, and their coded bytes.
 
     encoded: for a fusion with the codec in it, else None. ok: 0-d bool on the device; False sends the segment through
     the stages one by one. None: nothing can be wrong.
@@ -170,12 +171,14 @@ class Fusion(ABC):
         """What the stages would give for each segment."""
 
     @abstractmethod
-    def reads(self, segment: Fused, at: Region) -> bool:
-        """Whether it can decode this segment: host metadata of a peer, to be checked in full. Data is on the host."""
+    def reads(self, stages: Sequence[Params], parts: Sequence[PartMeta], at: Region) -> bool:
+        """Whether it can decode a segment with these parameters and streams: a peer's, so all of it is checked here."""
 
     @abstractmethod
-    def decode(self, batch: Sequence[tuple[Region, Fused]]) -> tuple[Sequence[Tensor], Tensor]:
+    def decode(
+        self, batch: Sequence[tuple[Region, Sequence[Params], Sequence[Tensor]]]
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """``[L, H, T, D]`` in the plane's dtype, and a bool per segment on the device, as ``Fused.ok``.
 
-        Codes are on the device; parameters, and coded bytes, on the host.
+        Given are parameters, on the host, and streams: codes on the device, or with the codec coded bytes on the host.
         """

@@ -55,18 +55,22 @@ class OnRay(Executor):
                 running[actor.answer.remote(task, points[i])] = (i, actor)
             (done, *_), _ = self._ray.wait(list(running))
             i, actor = running.pop(done)
-            try:
-                found: T = self._ray.get(done)
-            except self._ray.exceptions.RayActorError as error:
-                self._idle.append(self._make())
-                if i not in again:
-                    again.add(i)
-                    waiting.append(i)
-                    continue
-                found = task.fail(points[i], f"{DIED}: {error}", 0.0)
+            found, death = self._collect(done, actor)
+            if death and i not in again:
+                again.add(i)
+                waiting.append(i)
             else:
-                self._idle.append(actor)
-            yield i, found
+                yield i, task.fail(points[i], death, 0.0) if death else found
+
+    def _collect(self, done: Any, actor: Any) -> tuple[Any, str]:
+        """The answer, or how the actor died; either way an actor is idle again."""
+        try:
+            found = self._ray.get(done)
+        except self._ray.exceptions.RayActorError as error:
+            self._idle.append(self._make())
+            return None, f"{DIED}: {error}"
+        self._idle.append(actor)
+        return found, ""
 
     def close(self) -> None:
         """End the actors, and the cluster if it was begun here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from kvserve_core.component import ANY, Capabilities, ComponentConfig, Tunable
 from kvserve_core.errors import FrameError
-from kvserve_core.spec import Region
-from kvserve_core.stages import Quantizer
+from kvserve_core.spec import KVSpec, Region
+from kvserve_core.stages import Codec, Fusion, Quantizer, Transform
 from kvserve_core.tensor import Part, Quantized, Shape
+from kvserve_plugins.kernels.fused_rotation import Stream, fusion
 from kvserve_plugins.kernels.minmax import Grid, ParamDType, dequantize, grid, quantize
 from kvserve_plugins.kernels.shapes import shape_of, split_last
 
@@ -44,7 +46,7 @@ class Uniform(Quantizer):
 
         levels: int = Tunable(16, choices=(3, 4, 6, 8, 10, 12, 16, 24, 32, 64, 256), ge=2, le=2**15)
         axis: Axis = Tunable("channel", choices=tuple(AXES))
-        group_size: int = Tunable(32, choices=(16, 32, 64, 128), ge=1)
+        group_size: int = Tunable(32, choices=(16, 32, 64, 128), when={"axis": ("group",)}, ge=1)
         param_dtype: ParamDType = "bf16"
 
     config: Config
@@ -61,6 +63,14 @@ class Uniform(Quantizer):
         super().__init__(config)
         mixes_heads = 1 in AXES[config.axis]
         self.caps = replace(type(self).caps, head_local=not mixes_heads, max_alphabet=config.levels)
+
+    def fuse(self, transforms: Sequence[Transform], codec: Codec, spec: KVSpec, device: torch.device) -> Fusion | None:
+        """One kernel behind ``hadamard``, on a GPU with Triton."""
+        return fusion(transforms, codec, self, True, spec, device)
+
+    def streams(self, at: Region) -> tuple[Stream, ...]:
+        """The one stream of a place."""
+        return (Stream("", tuple(range(len(at.layers))), tuple(range(len(at.heads))), self.config.levels),)
 
     def encode(self, x: Tensor, at: Region) -> Quantized:
         """``[L, H, T, D]`` finite floats to codes.

@@ -140,3 +140,12 @@ def test_sessions_move_a_cache_and_the_fault_zeroes_it(fault: str, monkeypatch: 
         producer.close()
         consumer.close()
         deployment.close()
+
+
+def test_the_workload_is_the_request_s_or_the_classifier_s_or_the_deployment_s() -> None:
+    chosen = Deployment(Settings(classifier={"name": "rules"}, workload="mixed"), KV)  # type: ignore[arg-type]  # as in a config file
+    prompt = "Write a Python function that reverses a list."
+    assert chosen.context(10, prompt=prompt).workload == "code"
+    assert chosen.context(10, RequestOptions(workload="support"), prompt=prompt).workload == "support"
+    assert chosen.context(10).workload == "mixed"
+    assert Deployment(Settings(workload="mixed"), KV).context(10, prompt=prompt).workload == "mixed"

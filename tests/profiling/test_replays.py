@@ -53,7 +53,7 @@ def test_it_needs_fewer_than_random_search_on_both_tables(tables: SimpleNamespac
 
 
 def test_a_whole_search_stops_early_near_the_best(tables: SimpleNamespace) -> None:
-    found = tables.replay.stops(tables.smoke, SEEDS)
+    found = tables.replay.whole(tables.smoke, SEEDS)
     assert found["worst ratio"] >= 0.99 * 9.6557
     assert found["evaluations"] < 40
 

@@ -1,0 +1,1 @@
+"""The profiler against tables in which every candidate was measured beforehand."""
