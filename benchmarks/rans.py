@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from kvserve_core.tensor import Part
 from kvserve_plugins.codecs.rans import Rans
 from kvserve_plugins.codecs.zstd import Zstd
-from kvserve_plugins.kernels.rans_tables import BITS, RADIUS
+from kvserve_plugins.kernels.rans_set import PUBLISHED
 
 TOKENS = 256
 ROUNDS = 5
@@ -49,8 +49,8 @@ def part(q: NDArray[np.int64]) -> Part:
 
 def ideal(q: NDArray[np.int64]) -> float:
     """Bytes of the cross-entropy under the best of the 64 tables for each row, naming it at no cost."""
-    symbols = np.where(np.abs(q)[..., None] > RADIUS[:63], 31, q[..., None] + 15)
-    return float(BITS[np.arange(63), symbols].sum(1).min(1)[q.any(1)].sum()) / 8
+    symbols = np.where(np.abs(q)[..., None] > PUBLISHED.radius[:63], 31, q[..., None] + 15)
+    return float(PUBLISHED.bits[np.arange(63), symbols].sum(1).min(1)[q.any(1)].sum()) / 8
 
 
 def cpu_seconds(call: Callable[[], Any]) -> float:

@@ -13,7 +13,7 @@ from kvserve_core.plugins import ENTRY_POINT_GROUP, Loaded, load_plugins
 FOLDER = Path(__file__).parent / "fake_plugins"
 BUILT_INS = [
     EntryPoint(name, f"kvserve_plugins.{name}", ENTRY_POINT_GROUP)
-    for name in ("transforms", "quantizers", "codecs", "transports", "policies")
+    for name in ("transforms", "quantizers", "codecs", "transports", "policies", "evaluators", "workloads")
 ]
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
+from kvserve_core.artefacts import Artefacts
 from kvserve_core.component import ANY, Capabilities, ComponentConfig
 from kvserve_core.errors import FrameError
+from kvserve_core.spec import KVSpec, Region
 from kvserve_core.stages import Codec
 from kvserve_core.tensor import Encoded, Part
+from kvserve_plugins.kernels import rans_file
 from kvserve_plugins.kernels.blobs import blob_of, host_bytes
 from kvserve_plugins.kernels.rans_pack import pack
+from kvserve_plugins.kernels.rans_set import PUBLISHED, TableSet
 from kvserve_plugins.kernels.rans_unpack import Reader
 
 AT_ONCE = 1 << 22
@@ -30,13 +37,48 @@ class Rans(Codec):
     nothing, wide rows send low bits as they are. Meant for ``klt`` + ``fixed_step``: all metadata counted, it is within
     1.5 % of the tables' cross-entropy. Integers only: every decoder gives the same codes. To the bit:
     ``docs/rans-format.md``. The parts of a batch are coded together, several times as fast as one by one.
+    A model's own tables (``kvserve calibrate tables``) may stand in for the published ones.
     """
 
     class Config(ComponentConfig):
-        """Nothing to set."""
+        """tables: blake3 of a file of tables; the published ones without it."""
+
+        tables: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
 
     config: Config
     caps = Capabilities(exact=True, planes=ANY, head_local=True, layer_local=True, max_alphabet=2**15)
+    _tables: TableSet = PUBLISHED
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.caps = replace(type(self).caps, artefacts=config.tables is not None)
+
+    @property
+    def artefacts(self) -> frozenset[str]:
+        """The tables, if they are a model's own."""
+        return frozenset([self.config.tables] if self.config.tables else [])
+
+    def bind(self, at: Region, spec: KVSpec, device: torch.device, artefacts: Artefacts) -> Self:
+        """Read the tables.
+
+        Raises:
+            ArtefactError: they are not here, or are not tables.
+        """
+        bound = super().bind(at, spec, device, artefacts)
+        if (digest := self.config.tables) is not None:
+            bound._tables = artefacts.memo(("rans", digest), lambda: rans_file.parse(artefacts.read(digest)))
+        return bound
+
+    @staticmethod
+    def fitted(
+        parts: Callable[[], Iterable[Part]], provenance: Mapping[str, Any], progress: Callable[[int, int], None]
+    ) -> bytes:
+        """A file of tables under which the codes of ``parts()``, asked for several times, are small."""
+
+        def centred() -> Iterator[NDArray[np.int32]]:
+            return (_centred(part) for part in parts() if part.codes.numel())
+
+        return rans_file.write(rans_file.fitted(centred, progress), provenance)
 
     def bound(self, part: Part) -> int:
         """8 bytes a code, row and column; a code takes at most 12 + 12 + 15 + 12 bits."""
@@ -47,7 +89,7 @@ class Rans(Codec):
         """One blob a part; none for a part without codes."""
         blobs = [b""] * len(parts)
         for group in _groups(parts):
-            for i, data in zip(group, pack([_centred(parts[i]) for i in group]), strict=True):
+            for i, data in zip(group, pack([_centred(parts[i]) for i in group], self._tables), strict=True):
                 blobs[i] = data
         return [blob_of(b) for b in blobs]
 
@@ -62,7 +104,7 @@ class Rans(Codec):
             raise FrameError("codec 'rans' got bytes for a part without codes")
         out = [torch.empty(p.codes.numel(), dtype=p.codes.dtype) for p in like]
         for group in _groups(like):
-            reader = Reader([data[i] for i in group], [_shape(like[i]) for i in group])
+            reader = Reader([data[i] for i in group], [_shape(like[i]) for i in group], self._tables)
             for i, q in zip(group, reader.parts(), strict=True):
                 out[i] = _codes(q, like[i])
         return out

@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvserve_plugins.kernels.rans_tables import ESCAPE, FREQUENCIES, PRECISION, SLOTS, STARTS, TOTAL
+from kvserve_plugins.kernels.rans_set import PUBLISHED, TableSet
+from kvserve_plugins.kernels.rans_tables import ESCAPE, PRECISION, TOTAL
 
 LOW = 1 << 16
 """The smallest state, and each lane's first (for a decoder: last) one."""
 U8, U16, U32 = NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint32]
-PAIR = (FREQUENCIES << 12 | np.minimum(STARTS, TOTAL - 1)).reshape(-1)
-"""``count << 12 | start`` by ``table * 32 + symbol``; the start of a count of 0 means nothing."""
 
 
 def _phases(steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -35,7 +34,7 @@ def _by_length(items: Sequence[NDArray[np.uint8]]) -> list[int]:
     return sorted(range(len(items)), key=lambda i: -len(items[i]))
 
 
-def encode(symbols: Sequence[U8], tables: Sequence[U8]) -> list[tuple[U32, U16]]:
+def encode(symbols: Sequence[U8], tables: Sequence[U8], of: TableSet = PUBLISHED) -> list[tuple[U32, U16]]:
     """Final states ``[N]`` and words of each stream, from its symbols and tables ``[steps, N]``."""
     order = _by_length(symbols)
     widths = [symbols[i].shape[1] for i in order]
@@ -46,7 +45,7 @@ def encode(symbols: Sequence[U8], tables: Sequence[U8]) -> list[tuple[U32, U16]]
     words: list[U16] = []
     for first, end, active in reversed(list(_phases([len(symbols[i]) for i in order]))):
         keys = [tables[i][first:end].astype(np.uint16) * 32 + symbols[i][first:end] for i in order[:active]]
-        _push(x[: ends[active - 1]], PAIR.take(np.concatenate(keys, axis=1)), lanes, words)
+        _push(x[: ends[active - 1]], of.pairs.take(np.concatenate(keys, axis=1)), lanes, words)
     streams = _sorted_words(lanes, words, owner, len(order))
     coded = {i: (x[e - w : e], s) for i, e, w, s in zip(order, ends, widths, streams, strict=True)}
     return [coded[i] for i in range(len(order))]
@@ -84,7 +83,8 @@ def _sorted_words(lanes: list[NDArray[np.intp]], words: list[U16], owner: NDArra
 class Decoder:
     """Streams being decoded: states and the place in each one's words. Reads never leave the words it was given."""
 
-    def __init__(self, states: Sequence[U32], words: Sequence[U16]) -> None:
+    def __init__(self, states: Sequence[U32], words: Sequence[U16], of: TableSet = PUBLISHED) -> None:
+        self._slots = of.slots
         self._states = [s.copy() for s in states]
         self._words = np.concatenate([*words, np.zeros(1, np.uint16)]).astype(np.uint32)
         sizes = np.array([w.size for w in words], np.intp)
@@ -118,7 +118,7 @@ class Decoder:
         for entry in base:
             np.bitwise_and(x, TOTAL - 1, out=slot)
             slot += entry
-            SLOTS.take(slot, out=entry, mode="clip")
+            self._slots.take(slot, out=entry, mode="clip")
             x >>= PRECISION
             np.right_shift(entry, 17, out=low)
             low *= x

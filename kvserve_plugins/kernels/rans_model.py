@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvserve_plugins.kernels.rans_tables import BITS, CENTRE, ESCAPE, RADIUS, RUNGS, SHAPES
+from kvserve_plugins.kernels.rans_set import BEYOND, LOGISTIC, PUBLISHED, TableSet
+from kvserve_plugins.kernels.rans_tables import RUNGS
 
 TOP = 17
 """Rows above this rung are shifted right until they are at or below it; three rungs are a factor of 2."""
 OCTAVE = 3
 MAX_ROW = TOP + 12 * OCTAVE
-LOGISTIC, FIRST_SIGMA = 1, 0.1
+FIRST_SIGMA = 0.1
 MIN_ROWS, MIN_COLUMNS, MAX_OFFSET, COLUMN_BITS = 16, 2, 6, 2.5
 DELTA_BITS = 1.3
 """What one rung more between neighbouring rows costs, about."""
@@ -56,21 +57,6 @@ def shift_of(rows: I32) -> I32:
     return np.maximum(0, -((TOP - rows) // OCTAVE))
 
 
-def _costs() -> F32:
-    """``[3, 21, 17]``: bits of the magnitudes 0..15 and of anything larger, sign included."""
-    bits = BITS[: SHAPES * RUNGS, CENTRE:ESCAPE]
-    radius = RADIUS[: SHAPES * RUNGS, None].astype(np.float64)
-    over = np.arange(17) - radius
-    escaped = BITS[: SHAPES * RUNGS, ESCAPE, None] + 3 + np.log2(np.maximum(over, 1))
-    out = np.where(over <= 0, np.pad(bits, ((0, 0), (0, 17 - bits.shape[1]))), escaped)
-    return out.reshape(SHAPES, RUNGS, 17).astype(np.float32)
-
-
-COSTS = _costs()
-LADDER = np.pad(COSTS[LOGISTIC], ((8, 8), (0, 0)), mode="edge")
-"""``[37, 17]``: logistic costs of rungs -8 .. 28, clipped."""
-
-
 def rounded_shift(q: I32, shifts: I32) -> I32:
     """``(q + half) >> k`` row by row, so that what remains is centred."""
     if not shifts.any():
@@ -88,8 +74,8 @@ def unshifted(high: I32, low: I32, shifts: I32) -> I32:
     return (high << shifts[:, None]) + low - ((1 << shifts) >> 1)[:, None]
 
 
-def fit(q: I32) -> Model:
-    """A good model of centred codes ``[R, T]``."""
+def fit(q: I32, of: TableSet = PUBLISHED) -> Model:
+    """A good model of centred codes ``[R, T]`` under a set of tables."""
     live = q.any(1)
     rows = np.full(len(q), -1, np.int32)
     columns = np.zeros(q.shape[1], np.int32)
@@ -98,12 +84,12 @@ def fit(q: I32) -> Model:
         values = q[live]
         shifts = _shifts(values)
         magnitude = np.minimum(np.abs(rounded_shift(values, shifts)), 16).astype(np.intp)
-        cost = _row_histograms(magnitude) @ COSTS[LOGISTIC].T
+        cost = _row_histograms(magnitude) @ of.costs[LOGISTIC].T
         rungs = _near(cost, shifts, live)
-        columns = _columns(magnitude, rungs)
+        columns = _columns(magnitude, rungs, of)
         if columns.any():
-            rungs = _near(_refined(magnitude, rungs, columns), shifts, live)
-        shapes = _shapes(magnitude, rungs, columns)
+            rungs = _near(_refined(magnitude, rungs, columns, of), shifts, live)
+        shapes = _shapes(magnitude, rungs, columns, of)
         rows[live] = rungs + OCTAVE * shifts
     return Model(rows, columns, shapes)
 
@@ -141,38 +127,38 @@ def _near(cost: F32, shifts: I32, live: NDArray[np.bool_]) -> I32:
     return rungs
 
 
-def _column_costs(magnitude: NDArray[np.intp], rungs: I32, offset: int) -> F32:
+def _column_costs(magnitude: NDArray[np.intp], rungs: I32, offset: int, of: TableSet) -> F32:
     """``[T]``: bits of each column with its rungs moved by ``offset``."""
-    keys = magnitude + ((rungs + 8 + offset) * 17)[:, None]
-    return LADDER.reshape(-1).take(keys).sum(0)
+    keys = magnitude + ((rungs + BEYOND + offset) * 17)[:, None]
+    return of.ladder.reshape(-1).take(keys).sum(0)
 
 
-def _columns(magnitude: NDArray[np.intp], rungs: I32) -> I32:
+def _columns(magnitude: NDArray[np.intp], rungs: I32, of: TableSet) -> I32:
     """Offsets ``[T]`` at the bottom of a parabola through three costs; all 0 where they do not pay."""
     if magnitude.shape[0] < MIN_ROWS or magnitude.shape[1] < MIN_COLUMNS:
         return np.zeros(magnitude.shape[1], np.int32)
-    below, here, above = (_column_costs(magnitude, rungs, d) for d in (-2, 0, 2))
+    below, here, above = (_column_costs(magnitude, rungs, d, of) for d in (-2, 0, 2))
     bend = np.maximum(below + above - 2 * here, 1e-3)
     least = np.clip(np.rint((below - above) / bend), -MAX_OFFSET, MAX_OFFSET).astype(np.int32)
     gain = float(((below - above) ** 2 / (8 * bend))[least != 0].sum())
     return least if gain > COLUMN_BITS * least.size else np.zeros_like(least)
 
 
-def _refined(magnitude: NDArray[np.intp], rungs: I32, columns: I32) -> F32:
+def _refined(magnitude: NDArray[np.intp], rungs: I32, columns: I32, of: TableSet) -> F32:
     """``[R, 21]``: bits of each row one rung lower, as it is and one higher, given the offsets; 1e9 elsewhere."""
     cost = np.full((len(rungs), RUNGS), 1e9, np.float32)
     each = np.arange(len(rungs))
     for step in (-1, 0, 1):
         at = np.clip(rungs + step, 0, RUNGS - 1)
         lines = np.clip(at[:, None] + columns, 0, RUNGS - 1) * 17
-        cost[each, at] = COSTS[LOGISTIC].reshape(-1).take(lines + magnitude).sum(1)
+        cost[each, at] = of.costs[LOGISTIC].reshape(-1).take(lines + magnitude).sum(1)
     return cost
 
 
-def _shapes(magnitude: NDArray[np.intp], rungs: I32, columns: I32) -> NDArray[np.uint8]:
+def _shapes(magnitude: NDArray[np.intp], rungs: I32, columns: I32, of: TableSet) -> NDArray[np.uint8]:
     """``[21]``: the cheapest shape of each rung."""
     lines = np.clip(rungs[:, None] + columns, 0, RUNGS - 1) * 17
     seen = np.bincount((lines + magnitude).reshape(-1), minlength=RUNGS * 17).reshape(RUNGS, 17)
-    cost = np.einsum("sim,im->si", COSTS, seen)
+    cost = np.einsum("sim,im->si", of.costs, seen)
     used = seen.sum(1) > 0
     return np.where(used, cost.argmin(0), LOGISTIC).astype(np.uint8)

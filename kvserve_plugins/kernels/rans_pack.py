@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from kvserve_plugins.kernels.rans_header import MAX_LANE_BITS, MAX_STEPS, Header
 from kvserve_plugins.kernels.rans_lanes import encode
 from kvserve_plugins.kernels.rans_model import I32, Model, fit, low_bits, rounded_shift
-from kvserve_plugins.kernels.rans_tables import BITS, CENTRE, ESCAPE, PLAIN, PLAIN_BITS, RADIUS, ZERO
+from kvserve_plugins.kernels.rans_set import PUBLISHED, TableSet
+from kvserve_plugins.kernels.rans_tables import CENTRE, ESCAPE, PLAIN, PLAIN_BITS, ZERO
 
 U8 = NDArray[np.uint8]
 LANE_BYTES = 600
@@ -39,10 +40,10 @@ class Sections:
             self.add(values & ((1 << take) - 1), (PLAIN + take).astype(np.uint8))
             values, bits = values >> take, bits - take
 
-    def bits(self) -> float:
+    def bits(self, of: TableSet) -> float:
         """About what the symbols take."""
         plain = np.arange(1, PLAIN_BITS + 1)
-        cost = np.concatenate((BITS, np.broadcast_to(plain[:, None], (PLAIN_BITS, BITS.shape[1]))))
+        cost = np.concatenate((of.bits, np.broadcast_to(plain[:, None], (PLAIN_BITS, of.bits.shape[1]))))
         return float(sum(cost[t, s].sum() for s, t in zip(self.symbols, self.tables, strict=True)))
 
     def laid_out(self, lanes: int) -> tuple[U8, U8]:
@@ -72,9 +73,9 @@ class Escaped:
     exponents: I32
 
 
-def escaped(values: I32, tables: U8) -> Escaped:
+def escaped(values: I32, tables: U8, of: TableSet) -> Escaped:
     """Values beyond their table's radius r become the escape; ``|v| - r = 2^g + mantissa``, class ``+-(g + 1)``."""
-    radius = RADIUS.take(tables).astype(np.int32)
+    radius = of.radius.take(tables).astype(np.int32)
     over = np.abs(values) - radius
     out = over > 0
     symbols = np.where(out, ESCAPE, values + CENTRE).astype(np.uint8)
@@ -87,46 +88,46 @@ def escaped(values: I32, tables: U8) -> Escaped:
     return Escaped(symbols, classes, beyond - (1 << exponents).astype(np.int32), exponents)
 
 
-def _table_for(values: I32, may_escape: bool) -> int:
+def _table_for(values: I32, may_escape: bool, of: TableSet) -> int:
     """The cheapest of the 64 tables for these values as one section; ZERO if they are all 0 (or none)."""
     if not values.any():
         return ZERO
     magnitude = np.abs(values)
     seen = np.bincount(np.where(magnitude > CENTRE, ESCAPE, np.minimum(values, CENTRE) + CENTRE), minlength=ESCAPE + 1)
-    cost = BITS[:ZERO]
+    cost = of.bits[:ZERO]
     if may_escape:
-        beyond = np.abs(np.arange(ESCAPE + 1) - CENTRE) - RADIUS[:ZERO, None]
+        beyond = np.abs(np.arange(ESCAPE + 1) - CENTRE) - of.radius[:ZERO, None].astype(np.int64)
         cost = np.where(beyond > 0, cost[:, ESCAPE:] + 4 + np.log2(np.maximum(beyond, 1)), cost)
     return int((cost @ seen).argmin())
 
 
-def pack(parts: Sequence[I32]) -> list[bytes]:
+def pack(parts: Sequence[I32], of: TableSet = PUBLISHED) -> list[bytes]:
     """Blobs of centred codes ``[rows, columns]``, none of them empty."""
-    made = [_sections(q, fit(q)) for q in parts]
-    heads = [replace(head, lane_bits=_lane_bits(s)) for head, s in made]
+    made = [_sections(q, fit(q, of), of) for q in parts]
+    heads = [replace(head, lane_bits=_lane_bits(s, of)) for head, s in made]
     laid = [s.laid_out(head.lanes) for head, (_, s) in zip(heads, made, strict=True)]
-    coded = encode([s for s, _ in laid], [t for _, t in laid])
+    coded = encode([s for s, _ in laid], [t for _, t in laid], of)
     return [
         head.packed + states.astype("<u4").tobytes() + words.astype("<u2").tobytes()
         for head, (states, words) in zip(heads, coded, strict=True)
     ]
 
 
-def _lane_bits(sections: Sections) -> int:
+def _lane_bits(sections: Sections, of: TableSet = PUBLISHED) -> int:
     """Lanes (a power of two) such that their states weigh little and no lane has too much to do."""
-    wanted = max(1, int(sections.bits() / 8 / LANE_BYTES))
+    wanted = max(1, int(sections.bits(of) / 8 / LANE_BYTES))
     least = -(-max((s.size for s in sections.symbols), default=1) // MAX_STEPS)
     return max(min(MAX_LANE_BITS, wanted.bit_length() - 1), (least - 1).bit_length())
 
 
-def _sections(q: I32, model: Model) -> tuple[Header, Sections]:
+def _sections(q: I32, model: Model, of: TableSet = PUBLISHED) -> tuple[Header, Sections]:
     """The header but for its lanes, and the sections of a part."""
     deltas, shifts = np.diff(model.rows).astype(np.int32), model.shifts
     tables, live = model.tables().reshape(-1), q[model.live]
-    values = escaped(rounded_shift(live, shifts).reshape(-1), tables)
-    row_table, column_table = _table_for(deltas, may_escape=True), _table_for(model.columns, may_escape=False)
-    rows = escaped(deltas, np.full(deltas.size, row_table, np.uint8))
-    class_table = _table_for(np.concatenate((rows.classes, values.classes)), may_escape=False)
+    values = escaped(rounded_shift(live, shifts).reshape(-1), tables, of)
+    row_table, column_table = _table_for(deltas, True, of), _table_for(model.columns, False, of)
+    rows = escaped(deltas, np.full(deltas.size, row_table, np.uint8), of)
+    class_table = _table_for(np.concatenate((rows.classes, values.classes)), False, of)
     out = Sections()
     if row_table != ZERO:
         _add(out, rows, np.full(deltas.size, row_table, np.uint8), class_table)

@@ -107,21 +107,4 @@ def _frequencies() -> NDArray[np.uint32]:
 
 
 FREQUENCIES = _frequencies()
-"""``[69, 32]``, rows sum to 4096."""
-STARTS = np.cumsum(FREQUENCIES, axis=1, dtype=np.uint32) - FREQUENCIES
-"""``[69, 32]``: where a symbol's slots begin."""
-RADIUS = np.array([len(c) - 1 for c in COUNTS] + [0], np.uint8)
-"""Of tables 0..63: the largest magnitude that is not an escape."""
-
-
-def _slots() -> NDArray[np.uint32]:
-    """``[69 * 4096]``: for each slot of each table, ``count - 1 << 17 | slot - start << 5 | symbol``."""
-    which = np.arange(len(FREQUENCIES))[:, None]
-    symbol = np.stack([np.repeat(np.arange(SYMBOLS), row) for row in FREQUENCIES])
-    inside = np.arange(TOTAL) - STARTS[which, symbol]
-    return ((FREQUENCIES[which, symbol] - 1) << 17 | inside << 5 | symbol).astype(np.uint32).reshape(-1)
-
-
-SLOTS = _slots()
-BITS = np.log2(TOTAL / np.maximum(FREQUENCIES[:64], 1)) + np.where(FREQUENCIES[:64] > 0, 0.0, 1e6)
-"""``[64, 32]``: cost of a symbol in bits, for the encoder's choices; 1e6 where a table lacks it."""
+"""``[69, 32]``, rows sum to 4096. What follows from them: :mod:`kvserve_plugins.kernels.rans_set`."""

@@ -12,7 +12,8 @@ from kvserve_plugins.kernels.rans_header import LAYOUT, MAX_STEPS, Header, parse
 from kvserve_plugins.kernels.rans_lanes import LOW, Decoder
 from kvserve_plugins.kernels.rans_model import I32, MAX_ROW, Model, unshifted
 from kvserve_plugins.kernels.rans_pack import padded
-from kvserve_plugins.kernels.rans_tables import CENTRE, ESCAPE, PLAIN, PLAIN_BITS, RADIUS, ZERO
+from kvserve_plugins.kernels.rans_set import PUBLISHED, TableSet
+from kvserve_plugins.kernels.rans_tables import CENTRE, ESCAPE, PLAIN, PLAIN_BITS, ZERO
 
 U8 = NDArray[np.uint8]
 
@@ -20,14 +21,16 @@ U8 = NDArray[np.uint8]
 class Reader:
     """Blobs of several parts, read section by section in step. Every read is within the blobs.
 
-    shapes: ``(rows, columns)`` of each part.
+    shapes: ``(rows, columns)`` of each part. of: the tables that the encoder used.
 
     Raises:
         FrameError: a header that no encoder writes, or sizes that do not fit.
     """
 
-    def __init__(self, blobs: Sequence[NDArray[np.uint8]], shapes: Sequence[tuple[int, int]]) -> None:
-        self._shapes = shapes
+    def __init__(
+        self, blobs: Sequence[NDArray[np.uint8]], shapes: Sequence[tuple[int, int]], of: TableSet = PUBLISHED
+    ) -> None:
+        self._shapes, self._radius = shapes, of.radius
         self._heads = [parse(b) for b in blobs]
         states, words = [], []
         for blob, head in zip(blobs, self._heads, strict=True):
@@ -36,7 +39,7 @@ class Reader:
             words.append(np.frombuffer(blob[middle:].tobytes(), "<u2").astype(np.uint16))
             if states[-1].min() < LOW:
                 raise FrameError("codec 'rans' got a state below 65536")
-        self._lanes = Decoder(states, words)
+        self._lanes = Decoder(states, words, of)
 
     def parts(self) -> list[I32]:
         """The centred codes ``[rows, columns]`` of each part.
@@ -104,7 +107,7 @@ class Reader:
         exponents = [np.abs(c) - 1 for c in signed]
         mantissas = self._plain(exponents)
         for value, o, table, c, g, m in zip(values, out, tables, signed, exponents, mantissas, strict=True):
-            value[o] = np.sign(c) * (RADIUS.take(table[o]) + (1 << g) + m)
+            value[o] = np.sign(c) * (self._radius.take(table[o]) + (1 << g) + m)
         return values
 
 

@@ -45,7 +45,7 @@ class HeadClasses:
         self, low: NDArray[np.bool_], quantizers: tuple[Quantizer, Quantizer], dtype: torch.dtype, place: Place
     ) -> None:
         self._dtype, self._device = dtype, place[2]
-        self._pieces = tuple(
+        self.pieces = tuple(
             _piece(f"{name}.{i}.", rows, columns, quantizer, place)
             for name, quantizer, chosen in (("high", quantizers[0], ~low), ("low", quantizers[1], low))
             for i, (rows, columns) in enumerate(rectangles(chosen))
@@ -55,7 +55,7 @@ class HeadClasses:
         """``[L, H, T, D]`` to the streams of each class. Raises what the inner quantizers raise."""
         parts: list[Part] = []
         params: dict[str, Tensor] = {}
-        for piece in self._pieces:
+        for piece in self.pieces:
             q = piece.quantizer.encode(x[piece.rows].index_select(1, piece.columns), piece.where(at))
             parts += q.parts
             params |= prefixed(piece.prefix, q.params)
@@ -63,10 +63,10 @@ class HeadClasses:
 
     def decode(self, q: Quantized, at: Region) -> Tensor:
         """``[L, H, T, D]`` in f32, or the plane's dtype if both quantizers are exact."""
-        require_streams(q, sum(piece.streams for piece in self._pieces), at)
+        require_streams(q, sum(piece.streams for piece in self.pieces), at)
         x = torch.empty(q.shape, dtype=self._dtype, device=self._device)
         parts = iter(q.parts)
-        for piece in self._pieces:
+        for piece in self.pieces:
             shape = (len(piece.at.layers), len(piece.at.heads), *q.shape[2:])
             inner = Quantized(tuple(islice(parts, piece.streams)), under(piece.prefix, q.params), shape)
             values = piece.quantizer.decode(inner, piece.where(at)).to(self._dtype)

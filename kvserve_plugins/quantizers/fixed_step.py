@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from pydantic import field_validator
 from torch import Tensor
 
 from kvserve_core.component import ANY, Capabilities, ComponentConfig, Tunable
 from kvserve_core.errors import FrameError, NonFiniteError
-from kvserve_core.spec import Region
-from kvserve_core.stages import Quantizer
+from kvserve_core.spec import KVSpec, Region
+from kvserve_core.stages import Codec, Fusion, Quantizer, Transform
 from kvserve_core.tensor import Part, Quantized
+from kvserve_plugins.kernels.fused_klt import fusion
 from kvserve_plugins.kernels.shapes import shape_of
 
 NARROW, WIDE = 255, 32767
@@ -45,12 +48,17 @@ class FixedStep(Quantizer):
 
     config: Config
     caps = Capabilities(
+        encode_on=frozenset({"cpu", "cuda"}),
         decode_on=frozenset({"cpu", "cuda"}),
         planes=ANY,
         head_local=True,
         layer_local=True,
         max_alphabet=WIDE,
     )
+
+    def fuse(self, transforms: Sequence[Transform], codec: Codec, spec: KVSpec, device: torch.device) -> Fusion | None:
+        """Matrix products behind ``klt``, on a GPU with Triton. Alone on a GPU, encoding waits for its largest code."""
+        return fusion(transforms, self, spec, device)
 
     def encode(self, x: Tensor, at: Region) -> Quantized:
         """``[L, H, T, D]`` to codes ``[L, H, D, T]``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from math import lcm
@@ -18,11 +19,13 @@ from kvserve_core.component import ANY, Capabilities, ComponentConfig, Component
 from kvserve_core.errors import ArtefactError, UnsupportedSpecError
 from kvserve_core.registry import default_registry
 from kvserve_core.spec import KVSpec, Region
-from kvserve_core.stages import Quantizer
+from kvserve_core.stages import Codec, Fusion, Quantizer, Transform
 from kvserve_core.tensor import TORCH, Quantized
+from kvserve_plugins.kernels.fused_rotation import Stream, fusion
 from kvserve_plugins.kernels.ranking import Scores, is_rectangular, last_layers, low_heads, low_layers
 from kvserve_plugins.quantizers._by_head import HeadClasses, Place
 from kvserve_plugins.quantizers._by_token import TokenClasses, TokenScore
+from kvserve_plugins.quantizers.uniform import Uniform
 
 Granularity = Literal["head", "layer", "token"]
 Score = Annotated[float, Field(allow_inf_nan=False)]
@@ -110,6 +113,28 @@ class MixHQ(Quantizer):
         dtype = TORCH[plane.dtype] if self.caps.exact else torch.float32
         bound._classes = self._split((at, spec, device, artefacts), dtype)
         return bound
+
+    def fuse(self, transforms: Sequence[Transform], codec: Codec, spec: KVSpec, device: torch.device) -> Fusion | None:
+        """One kernel behind ``hadamard`` for classes of heads or layers that are both ``uniform`` along one axis."""
+        high, low = self._high, self._low
+        if not (isinstance(high, Uniform) and isinstance(low, Uniform)) or self.config.granularity == "token":
+            return None
+        same = (high.config.axis, high.config.param_dtype) == (low.config.axis, low.config.param_dtype)
+        finer = high if high.config.levels >= low.config.levels else low
+        return fusion(transforms, codec, finer, False, spec, device) if same else None
+
+    def streams(self, at: Region) -> tuple[Stream, ...]:
+        """The streams of a place, class by class, of a bound quantizer with classes of heads."""
+        levels = {"high": self._high, "low": self._low}
+        return tuple(
+            Stream(
+                piece.prefix,
+                tuple(at.layers.index(layer) for layer in piece.at.layers),
+                tuple(at.heads.index(head) for head in piece.at.heads),
+                levels[piece.prefix.partition(".")[0]].config.levels,  # type: ignore[attr-defined]  # both are Uniform
+            )
+            for piece in self._classes.pieces  # type: ignore[union-attr]  # not of tokens
+        )
 
     def _split(self, place: Place, dtype: torch.dtype) -> HeadClasses | TokenClasses:
         cfg, both = self.config, (self._high, self._low)

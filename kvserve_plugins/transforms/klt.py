@@ -31,8 +31,9 @@ class KLT(Transform):
     all components: reverse water-filling. With a basis ``per`` head the components of each head stand side by side,
     and any heads can be encoded together; ``all`` covers all heads at once and takes them only together.
 
-    Values whose energy outside the kept components is more than ``drift_limit`` times the calibrated one are not what
-    the basis was made for: DriftError on a CPU, ``ok`` false elsewhere. Bases come from ``kvserve calibrate klt``. See
+    Values whose energy outside the kept components is more than ``drift_limit`` times that of texts of the calibrated
+    kind which the basis was not made from (the 95 % quantile of their cells) are not what it is for: DriftError on a
+    CPU, ``ok`` false elsewhere. Bases come from ``kvserve calibrate klt``. See
     Cover and Thomas, Elements of Information Theory, section 10.3.3; KVQuant, arXiv 2401.18079, for the Fisher metric.
     """
 
@@ -47,7 +48,7 @@ class KLT(Transform):
         per: Literal["head", "all"] = "head"
         cutoff: float = Tunable(0.0, low=1e-4, high=10.0, log=True, ge=0, allow_inf_nan=False)
         rank: int | None = Field(None, ge=1)
-        drift_limit: float | None = Field(5.0, gt=0, allow_inf_nan=False)
+        drift_limit: float | None = Field(2.0, gt=0, allow_inf_nan=False)
         undo_rope: bool = True
 
     config: Config
@@ -58,8 +59,8 @@ class KLT(Transform):
         artefacts=True,
     )
 
-    _bases: tuple[Basis, ...]
-    _each: int  # heads a basis
+    bases: tuple[Basis, ...]
+    each: int  # heads a basis
     _parts: tuple[PlanePart, ...]
 
     def __init__(self, config: Config) -> None:
@@ -83,21 +84,21 @@ class KLT(Transform):
         file = artefacts.memo(("klt", config.basis), lambda: bases.parse(artefacts.read(config.basis)))
         bound._parts = spec.group(at.group).plane(at.plane).parts
         _check_file(file, config, at, sum(part.dim for part in bound._parts))
-        bound._each = 1 if config.per == "head" else len(at.heads)
+        bound.each = 1 if config.per == "head" else len(at.heads)
         # An engine may have allowed products in bf16; components would be off by several steps.
         dtype = torch.float64 if device.type == "cpu" and not gemm_is_exact() else torch.float32
         found = []
-        for i in range(0, len(at.heads), bound._each):
-            index = file.find(at.layers, at.heads[i : i + bound._each])
+        for i in range(0, len(at.heads), bound.each):
+            index = file.find(at.layers, at.heads[i : i + bound.each])
             _check_rope(file.blocks[index].rope, bound._parts, config.undo_rope)
             key = ("klt", config.basis, index, config.cutoff, config.rank, device, dtype)
             found.append(artefacts.memo(key, partial(_prepare, file, index, config, device, dtype)))
-        bound._bases = tuple(found)
+        bound.bases = tuple(found)
         return bound
 
     def shape(self, x: Shape) -> Shape:
         """``(1, 1, T, rank)``."""
-        return 1, 1, x[2], sum(basis.rank for basis in self._bases)
+        return 1, 1, x[2], sum(basis.rank for basis in self.bases)
 
     def encode(self, x: Tensor, at: Region) -> tuple[Tensor, Params]:
         """``[L, H, T, D]`` to ``[1, 1, T, rank]``.
@@ -107,23 +108,23 @@ class KLT(Transform):
         """
         plain = rope.undo(x, self._parts, at.start) if self.config.undo_rope else x
         encoded = [basis.encode(_rows(h, basis)) for h, basis in self._heads(plain)]
-        self._guard([outside / basis.drift for (_, outside), basis in zip(encoded, self._bases, strict=True)], at)
+        self._guard([outside / basis.drift for (_, outside), basis in zip(encoded, self.bases, strict=True)], at)
         return torch.cat([y.float() for y, _ in encoded], -1)[None, None], {}
 
     def decode(self, y: Tensor, params: Params, at: Region) -> Tensor:
         """``[1, 1, T, rank]`` to ``[L, H, T, D]`` in f32."""
-        pieces = torch.split(y[0, 0], [basis.rank for basis in self._bases], -1)
+        pieces = torch.split(y[0, 0], [basis.rank for basis in self.bases], -1)
         plain = torch.cat(
             [
-                _block(basis.decode(piece.to(basis.to.dtype)).float(), len(at.layers), self._each)
-                for piece, basis in zip(pieces, self._bases, strict=True)
+                _block(basis.decode(piece.to(basis.to.dtype)).float(), len(at.layers), self.each)
+                for piece, basis in zip(pieces, self.bases, strict=True)
             ],
             1,
         )
         return rope.apply(plain, self._parts, at.start) if self.config.undo_rope else plain
 
     def _heads(self, x: Tensor) -> list[tuple[Tensor, Basis]]:
-        return list(zip(torch.split(x, self._each, 1), self._bases, strict=True))
+        return list(zip(torch.split(x, self.each, 1), self.bases, strict=True))
 
     def _guard(self, drift: list[Tensor], at: Region) -> None:
         limit = self.config.drift_limit
@@ -134,7 +135,7 @@ class KLT(Transform):
             self.ok = worst <= limit
         elif not bool(worst <= limit):
             raise DriftError(
-                f"{at}: the energy outside the kept components is {float(worst):.3g} times the calibrated one, the"
+                f"{at}: the energy outside the kept components is {float(worst):.3g} times that of held-out texts, the"
                 f" limit is {limit:g}; calibrate on such data, raise 'drift_limit', or let this segment go raw"
             )
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from kvserve_core.cli import check as module
+from kvserve_core.library import ProfileLibrary
 
+LIBRARY = Path(module.__file__).parents[2] / "adapters/transformers/kvserve_hf/smollm2-135m.kvlib"
 Run = Callable[..., Any]
 Install = Callable[..., None]
 
@@ -83,7 +85,17 @@ def test_golden_frames(kvserve: Run, tmp_path: Path) -> None:
     assert kvserve(*arguments, "--json").json["checks"][0]["status"] == "ok"
 
 
+def test_files_that_are_for_another_model(kvserve: Run) -> None:
+    basis = sorted(ProfileLibrary.load(LIBRARY).artefacts.hashes)[0]
+    config = f'{{"basis": "{basis}"}}'
+    done = kvserve("check", "klt", "--config", config, "--library", str(LIBRARY), "--json")
+    assert done.code == 0
+    said = {c["check"]: (c["status"], c["detail"]) for c in done.json["checks"]}
+    assert said["configuration"][0] == "ok"
+    assert said["kinds_of_values"][0] == "skipped"
+    assert "are for another model than the kit's" in said["kinds_of_values"][1]
+
+
 def test_files_of_a_library(kvserve: Run) -> None:
-    library = Path(module.__file__).parents[2] / "adapters/transformers/kvserve_hf/smollm2-135m.kvlib"
-    assert kvserve("check", "raw", "--only", "summary", "--library", str(library)).code == 0
+    assert kvserve("check", "raw", "--only", "summary", "--library", str(LIBRARY)).code == 0
     assert kvserve("check", "raw", "--library", "nothing.kvlib").code == 2

@@ -8,6 +8,7 @@ and commit the new files beside the old ones.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvserve_core.registry import default_registry, unavailable  # the path comes first
 from kvserve_core.testing.checks_golden import write
-from plugins.conformance_cases import rows, subject
+from plugins.conformance_cases import GOLDEN, label_of, rows, subject
 
 
 def main(names: list[str]) -> None:
@@ -28,7 +29,8 @@ def main(names: list[str]) -> None:
         if not wanted or unavailable(component):
             continue
         on = subject(row, Path("unused"))
-        if on.golden and (path := write(on)):
+        label = label_of(row)
+        if (on.golden or label) and (path := write(replace(on, golden=GOLDEN), label)):
             sys.stdout.write(f"{path.name}: {path.stat().st_size} bytes\n")
 
 

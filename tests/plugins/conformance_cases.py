@@ -6,7 +6,7 @@ A component that is not named here is checked in its default configuration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from kvserve_core.component import Kind
 from kvserve_core.registry import default_registry
 from kvserve_core.testing import Subject
 from plugins import klt_files
+from plugins.rans_files import OWN_TABLES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "components"
 KINDS: tuple[Kind, ...] = ("transform", "quantizer", "codec", "transport", "policy")
@@ -25,12 +26,14 @@ SCORES = [[0.1, 0.9, 0.2, 0.8], [0.7, 0.3, 0.6, 0.4], [0.5, 0.05, 0.95, 0.15]]
 class Setup:
     """Configurations to check, a promised error, and the files and the model that calibrated components are for.
 
-    calibrated: makes what a calibrated component needs: ``configuration`` and fields of :class:`Subject`.
+    calibrated: makes what a calibrated component needs: ``configuration`` and fields of :class:`Subject`. labels: of
+    the golden frame of a configuration other than the first.
     """
 
     configurations: tuple[Mapping[str, Any] | None, ...] = (None,)
     max_error: Callable[[Any, Any], Any] | None = None
     calibrated: Callable[[], dict[str, Any]] | None = None
+    labels: Mapping[int, str] = field(default_factory=dict)
 
 
 def klt() -> dict[str, Any]:
@@ -48,6 +51,11 @@ def klt() -> dict[str, Any]:
     }
 
 
+def own_tables() -> dict[str, Any]:
+    """The published tables of ``rans``, and a file of others."""
+    return {"artefacts": Artefacts({OWN_TABLES.digest: OWN_TABLES.data})}
+
+
 SETUPS: dict[tuple[Kind, str], Setup] = {
     ("transform", "hadamard"): Setup(max_error=lambda x, _: 2e-6 * x.norm(dim=-1, keepdim=True)),
     ("transform", "klt"): Setup(calibrated=klt),
@@ -63,9 +71,19 @@ SETUPS: dict[tuple[Kind, str], Setup] = {
             {"scores": SCORES},
             {"scores": SCORES, "low": None},
             {"scores": SCORES, "high": "bitplane", "low": "identity"},
+            {"granularity": "layer", "scores": SCORES},
+            {"granularity": "layer"},
+            *({"granularity": "token", "token_score": score} for score in ("position", "low_norm", "high_norm")),
         )
     ),
+    ("quantizer", "kivi"): Setup((None, {"axis": "channel_group"}, {"bits": 2, "group_size": 64})),
+    ("quantizer", "cachegen"): Setup((None, {"axis": "token_head"})),
+    ("quantizer", "fp8"): Setup((None, {"axis": "channel"})),
+    ("quantizer", "turboquant"): Setup((None, {"bits": 2, "norm_correction": False})),
+    ("transform", "affine"): Setup((None, {"scale": "max", "shift": False})),
+    ("transform", "delta"): Setup((None, {"group_tokens": 32})),
     ("codec", "zstd"): Setup((None, {"level": 1})),
+    ("codec", "rans"): Setup((None, {"tables": OWN_TABLES.digest}), calibrated=own_tables, labels={1: "tables"}),
     ("policy", "static"): Setup(({"profile": "lossless"},)),
 }
 
@@ -87,6 +105,11 @@ def built_ins() -> list[tuple[Kind, str]]:
 def rows() -> list[Row]:
     """Every built-in in every configuration to be checked."""
     return [Row(*key, i) for key in built_ins() for i in range(len(SETUPS.get(key, Setup()).configurations))]
+
+
+def label_of(row: Row) -> str:
+    """Of a further golden frame; empty for none."""
+    return SETUPS.get((row.kind, row.name), Setup()).labels.get(row.index, "")
 
 
 def subject(row: Row, folder: Path | None = None) -> Subject:

@@ -66,8 +66,9 @@ class Source:
         scale: float = 1.0,
         turned: bool = True,
         tail: float | None = None,
+        held: float | None = None,
     ) -> bytes:
-        """A file with a basis for each (layers, heads)."""
+        """A file with a basis for each (layers, heads). held: the energy outside all of them, on other texts."""
         tensors: dict[str, Tensor] = {}
         for i, (layers, heads) in enumerate(blocks):
             columns, sigma = self._joined(layers, heads)
@@ -77,6 +78,9 @@ class Source:
             tensors[f"{i}.scale"] = torch.full((n,), scale)
             tensors[f"{i}.sigma"] = sigma * scale
             tensors[f"{i}.tail"] = torch.tensor([n * (self.noise * scale) ** 2 if tail is None else tail])
+            if held is not None:
+                beyond = (sigma * scale).square().flip(0).cumsum(0).flip(0)
+                tensors[f"{i}.held"] = torch.cat((beyond, torch.zeros(1))) + held
         about = {
             "version": 1,
             "plane": "kv",

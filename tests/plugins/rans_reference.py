@@ -19,12 +19,14 @@ def counts(table: int) -> list[int]:
 
 
 ALL = [counts(t) for t in range(69)]
+"""The published tables and the plain bits."""
 
 
 class Lanes:
     """The states and words of one blob."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, tables: Sequence[Sequence[int]]) -> None:
+        self.tables = tables
         self.n = 1 << data[0]
         states, words = data[12 : 12 + 4 * self.n], data[12 + 4 * self.n :]
         self.x = [int.from_bytes(states[4 * j : 4 * j + 4], "little") for j in range(self.n)]
@@ -42,7 +44,7 @@ class Lanes:
 
     def _symbol(self, lane: int, table: int) -> int:
         slot, start = self.x[lane] % 4096, 0
-        for symbol, count in enumerate(ALL[table]):
+        for symbol, count in enumerate(self.tables[table]):
             if slot < start + count:
                 self.x[lane] = count * (self.x[lane] // 4096) + slot - start
                 return symbol
@@ -66,16 +68,16 @@ class Lanes:
         mantissas = self.plain([abs(c) - 1 for c in classes])
         values = [s - 15 for s in symbols]
         for i, c, m in zip(escapes, classes, mantissas, strict=True):
-            radius = len(COUNTS[tables[i]]) - 1
+            radius = sum(count > 0 for count in self.tables[tables[i]][16:31])
             values[i] = (1 if c > 0 else -1) * (radius + 2 ** (abs(c) - 1) + m)
         return values
 
 
-def decode(data: bytes, rows: int, columns: int, alphabet: int) -> list[int]:
+def decode(data: bytes, rows: int, columns: int, alphabet: int, own: Sequence[Sequence[int]] = ALL) -> list[int]:
     """The codes of a part that has some."""
     _, row_table, column_table, class_table, first = data[:5]
     packed = int.from_bytes(data[5:12], "little")
-    lanes = Lanes(data)
+    lanes = Lanes(data, own)
     deltas = lanes.values([row_table] * (rows - 1), class_table) if row_table != 63 else [0] * (rows - 1)
     offsets = [s - 15 for s in lanes.section([column_table] * columns)] if column_table != 63 else [0] * columns
     rungs = [first - 1]

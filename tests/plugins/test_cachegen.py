@@ -4,20 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve_core.errors import FrameError, NonFiniteError
+from kvserve_core.errors import FrameError
 from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, Region
 from kvserve_core.tensor import Quantized
 from kvserve_plugins.quantizers.cachegen import AXES, CacheGen, runs
-from plugins.stage_checks import (
-    bind,
-    check_config,
-    check_deterministic,
-    check_head_slices,
-    check_quantizer,
-    model,
-    place,
-    values,
-)
+from plugins.quantizer_checks import check_all, check_largest_floats, check_not_a_number, check_parameter, coded
+from plugins.stage_checks import bind, check_head_slices, model, place, values
 
 
 def cachegen(**config: object) -> CacheGen:
@@ -30,9 +22,7 @@ def half_a_step(x: Tensor, q: Quantized, _: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("axis", AXES)
 def test_conformance(axis: str) -> None:
-    check_quantizer(lambda: cachegen(axis=axis), half_a_step)
-    check_deterministic(lambda: cachegen(axis=axis))
-    check_config(cachegen(axis=axis))
+    check_all(lambda: cachegen(axis=axis), half_a_step)
 
 
 def test_scales_per_head_work_on_any_slice() -> None:
@@ -83,37 +73,25 @@ def test_a_row_is_a_channel() -> None:
 
 
 def test_zero_is_exact_and_the_largest_is_near() -> None:
-    x, at = values("outlier", DType.BF16, 17, 64), place(17)
-    x[:, :, 3] = 0
-    stage = bind(cachegen(), model(), at)
-    back = stage.decode(stage.encode(x, at), at)
-    assert (back[:, :, 3] == 0).all()
-    top = x.float().abs().amax((1, 3))
-    torch.testing.assert_close(back.abs().amax((1, 3)), top, rtol=2**-7, atol=0)
+    def change(x: Tensor) -> None:
+        x[:, :, 3] = 0
+
+    made = coded(cachegen(), "outlier", change=change)
+    assert (made.back[:, :, 3] == 0).all()
+    top = made.x.float().abs().amax((1, 3))
+    torch.testing.assert_close(made.back.abs().amax((1, 3)), top, rtol=2**-7, atol=0)
 
 
-def test_the_largest_floats_survive() -> None:
-    x, at = values("normal", DType.BF16, 17, 64), place(17)
-    x[:, :, ::2, ::3] = torch.finfo(torch.bfloat16).max
-    stage = bind(cachegen(), model(), at)
-    assert stage.decode(stage.encode(x, at), at).isfinite().all()
+def test_what_it_cannot_take_is_refused() -> None:
+    check_largest_floats(cachegen())
+    check_not_a_number(cachegen(), float("inf"))
+    check_parameter(cachegen(), "scale")
 
 
-def test_non_finite_input_is_refused() -> None:
-    x, at = values("normal", DType.BF16, 17, 64), place(17)
-    x[1, 1, 1, 1] = float("inf")
-    with pytest.raises(NonFiniteError, match="raw"):
-        bind(cachegen(), model(), at).encode(x, at)
-
-
-def test_another_number_of_streams_or_scales_is_refused() -> None:
-    x, at = values("normal", DType.BF16, 17, 64), place(17)
-    stage = bind(cachegen(), model(), at)
-    q = stage.encode(x, at)
+def test_another_number_of_streams_is_refused() -> None:
+    made = coded(cachegen())
     with pytest.raises(FrameError, match="1 streams, these layers have 2"):
-        stage.decode(Quantized(q.parts[:1], q.params, q.shape), at)
-    with pytest.raises(FrameError, match="'scale'"):
-        stage.decode(Quantized(q.parts, {"scale": q.params["scale"][:1]}, q.shape), at)
+        made.stage.decode(Quantized(made.q.parts[:1], made.q.params, made.q.shape), made.at)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from kvserve_plugins.codecs.zstd import Zstd
 from kvserve_plugins.kernels import rans_make, rans_pack
 from kvserve_plugins.kernels.blobs import blob_of
 from kvserve_plugins.kernels.rans_model import fit, low_bits, rounded_shift, unshifted
-from kvserve_plugins.kernels.rans_tables import BITS, COUNTS, FREQUENCIES, RADIUS, SLOTS, TOTAL, ZERO
+from kvserve_plugins.kernels.rans_set import PUBLISHED
+from kvserve_plugins.kernels.rans_tables import COUNTS, FREQUENCIES, TOTAL, ZERO
 from plugins import rans_reference
 from plugins.stage_checks import codes, same_bits, shell
 
@@ -57,8 +58,8 @@ def decoded(data: bytes, part: Part) -> torch.Tensor:
 
 def ideal_bytes(q: NDArray[np.integer]) -> float:
     """Cross-entropy under the best table of each row, shifts aside, escapes at no cost beyond their symbol."""
-    symbols = np.where(np.abs(q)[..., None] > RADIUS[:63], 31, q[..., None] + 15)
-    cost = BITS[np.arange(63), symbols].sum(1).min(1)
+    symbols = np.where(np.abs(q)[..., None] > PUBLISHED.radius[:63], 31, q[..., None] + 15)
+    cost = PUBLISHED.bits[np.arange(63), symbols].sum(1).min(1)
     return float(cost[q.any(1)].sum()) / 8
 
 
@@ -70,12 +71,12 @@ def test_tables_are_what_the_document_publishes() -> None:
     assert blake3(FREQUENCIES[:64].astype("<u2").tobytes()).hexdigest() in DOC.read_text()
     assert (FREQUENCIES.sum(1) == TOTAL).all()
     assert (FREQUENCIES[:, :15] == FREQUENCIES[:, 30:15:-1])[:64].all()
-    assert ((FREQUENCIES[:63] > 0).sum(1) == 2 * RADIUS[:63] + 2).all()
+    assert ((FREQUENCIES[:63] > 0).sum(1) == 2 * PUBLISHED.radius[:63] + 2).all()
     assert (FREQUENCIES[:63, 31] >= 1).all()
 
 
 def test_slots_invert_the_counts() -> None:
-    entries = SLOTS.reshape(-1, TOTAL)
+    entries = PUBLISHED.slots.reshape(-1, TOTAL)
     for table, counts in zip(entries, FREQUENCIES, strict=True):
         assert np.array_equal(np.bincount(table & 31, minlength=32), counts)
         assert np.array_equal((table >> 17) + 1, counts[table & 31])

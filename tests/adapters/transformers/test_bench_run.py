@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from kvserve_core import default_registry
+from kvserve_core.evaluation.bench import Bench
+from kvserve_core.evaluation.engine import TokenText
+from kvserve_core.evaluation.questions import Instance
+from kvserve_core.evaluation.tasks import TaskBench
 from kvserve_core.spec import DType
 from kvserve_hf.bench import report
 from kvserve_hf.bench.pipelines import Calibrated, Candidate, Family, candidates
 from kvserve_hf.bench.run import Journal, QualityRun
-from kvserve_hf.bench.tasks import Instance, TaskBench
 from kvserve_hf.engine import Engine
-from kvserve_hf.measure import Bench, TokenText
 from kvserve_hf.texts import LoadedText, PinnedText
 from tiny_models import VOCAB, make
 

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.cli import main
 from kvserve_core.errors import ArtefactError, ConfigError, UnsupportedSpecError
+from kvserve_core.evaluation.bench import Bench
+from kvserve_core.evaluation.engine import TokenText
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.plan import RAW_CHAIN_ID
 from kvserve_core.profile import PipelineSpec
@@ -24,12 +27,12 @@ from kvserve_hf.calibrate import klt
 from kvserve_hf.calibrate.basis import Statistics, components, equal_parts
 from kvserve_hf.calibrate.blocks import blocks, derope
 from kvserve_hf.calibrate.fisher import squared_gradients
+from kvserve_hf.calibrate.held import cells, outside
 from kvserve_hf.calibrate.klt import calibrate_klt
 from kvserve_hf.calibrate.moments import Moments
 from kvserve_hf.calibrate.request import KLTOptions, Request
 from kvserve_hf.calibrate.weights import from_weights
 from kvserve_hf.engine import Engine
-from kvserve_hf.measure import Bench, TokenText
 from kvserve_hf.roundtrip import FrameRoundtrip
 from kvserve_hf.texts import LoadedText, PinnedText, calibration_texts, load_text, pinned_texts, read_pins
 from tiny_models import VOCAB, make
@@ -134,7 +137,7 @@ def test_a_run_that_was_stopped_goes_on_and_gives_the_same_file(tmp_path: Path) 
     prefill = engine.prefill
     engine.prefill = lambda key, ids: prefilled.append(key) or prefill(key, ids)  # type: ignore[method-assign]  # counts
     resumed = calibrate_klt(request(engine, tmp_path / "b", texts=4))
-    assert len(prefilled) == 2
+    assert len(prefilled) == 2 + 4  # the texts that were left, and each once more under the basis of the others
     assert metadata(tmp_path / "a" / "b.safetensors") == metadata(tmp_path / "b" / "b.safetensors")
     assert resumed["blake3"] == straight["blake3"]
 
@@ -153,6 +156,47 @@ def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
         calibrate_klt(replace(request(engine, tmp_path, cutoff=0.5), progress=stop))
 
 
+def tensors(path: Path) -> dict[str, Tensor]:
+    return load_file(path)
+
+
+def test_held_out_texts_say_what_a_basis_misses(tmp_path: Path) -> None:
+    engine = make("llama", DType.BF16)
+    calibrate_klt(request(engine, tmp_path, cutoff=0.3))
+    found, path = tensors(tmp_path / "b.safetensors"), tmp_path / "b.safetensors"
+    assert metadata(path)["held_out"] == {"folds": 5, "quantile": 0.95}
+    for i in range(4):
+        held, sigma, tail = (found[f"{i}.{name}"] for name in ("held", "sigma", "tail"))
+        assert len(held) == len(sigma) + 1
+        assert (held.diff() < 0).all()
+        inside = sigma.square().flip(0).cumsum(0).flip(0)
+        assert (held > tail + torch.cat((inside, torch.zeros(1)))).all()
+
+
+def test_one_text_holds_nothing_out(tmp_path: Path) -> None:
+    calibrate_klt(request(make("llama", DType.BF16), tmp_path, texts=1))
+    assert not [name for name in tensors(tmp_path / "b.safetensors") if name.endswith("held")]
+    assert "held_out" not in metadata(tmp_path / "b.safetensors")
+
+
+def test_cells_are_those_of_the_planner() -> None:
+    assert cells(1, 600) == [(1, 256), (256, 512), (512, 600)]
+    assert cells(1, 48) == [(1, 48)]
+    assert cells(0, 512) == [(0, 256), (256, 512)]
+
+
+def test_the_energy_outside_falls_to_nothing() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows, mean = torch.randn(40, 6, generator=draw, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+    columns = torch.linalg.qr(torch.randn(6, 6, generator=draw, dtype=torch.float64))[0]
+    scale = torch.arange(1.0, 7.0, dtype=torch.float64)
+    found, folded = outside(rows, mean, scale, columns), (rows - mean) * scale
+    assert (found.shape, float(found[6])) == ((7,), 0.0)
+    for k in range(6):
+        rest = folded - folded @ columns[:, :k] @ columns[:, :k].T
+        assert float(found[k]) == pytest.approx(float(rest.square().sum(1).mean()), rel=1e-6)
+
+
 def test_moments_are_those_of_all_rows_together() -> None:
     x = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)) + 3
     moments = Moments(7)
@@ -160,6 +204,10 @@ def test_moments_are_those_of_all_rows_together() -> None:
     moments.add(x[20:])
     torch.testing.assert_close(moments.mean, x.double().mean(0))
     torch.testing.assert_close(moments.covariance(), torch.cov(x.double().T, correction=0))
+    part = Moments(7)
+    part.add(x[:20])
+    rest = moments.without(part)
+    torch.testing.assert_close(rest.covariance(), torch.cov(x[20:].double().T, correction=0))
 
 
 def test_components_diagonalise_the_folded_covariance() -> None:
@@ -248,6 +296,22 @@ def test_predicted_variances_match_the_cache_of_random_inputs() -> None:
     with torch.inference_mode():
         v = layer.self_attn.v_proj(layer.input_layernorm(x))
     torch.testing.assert_close(s.covariance.diagonal().float(), v.var(0), rtol=0.15, atol=0)
+
+
+def test_channels_that_hold_most_energy_make_the_others_small() -> None:
+    engine = make("gemma", DType.F32)
+    layers = engine.model.get_decoder().layers
+    with torch.no_grad():
+        layers[0].post_feedforward_layernorm.weight[:12] = 8.0
+        for layer in layers:
+            layer.self_attn.v_proj.weight[:, :12] = 0.0  # as in trained models: what is always there says nothing
+    cut = blocks(engine.spec, "v", 1, "all")
+    ids = torch.randint(3, VOCAB, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    engine.prefill("t", ids)
+    for s in from_weights(engine, cut):
+        rows = s.block.rows(lambda at: engine.gather("t", at), engine.spec, 0, 200).double()
+        ratio = float(s.covariance.diagonal().sum()) / float(rows.square().sum(1).mean())
+        assert 0.9 < ratio < 1.1, s.block.layers  # without the gains of that norm 8 and 5 in the layers behind it
 
 
 @pytest.mark.parametrize(

@@ -79,3 +79,14 @@ def test_results_become_tables(generator: ModuleType, tmp_path: Path) -> None:
     assert "Share of 9 questions" in text
     assert "| p,step=8 | 8.00 | 0.75 |" in text
     assert "gone" not in text
+    assert "tasks not measured" not in text
+
+
+def test_a_pipeline_without_task_scores_has_blank_cells(generator: ModuleType, tmp_path: Path) -> None:
+    made = result()
+    del made["pipelines"][1]["tasks"]
+    (tmp_path / "quality_smollm2.json").write_text(json.dumps(made))
+    text = generator.document(tmp_path)
+    assert "Without a score: tasks not measured." in text
+    assert "|  | basis 2.0 MB |" in text
+    assert "| 0.75 | basis 2.0 MB |" in text

@@ -14,14 +14,15 @@ import typer
 
 from kvserve_core.cli.output import AsJson, print_json, print_table
 from kvserve_core.errors import ConfigError, UnknownNameError, did_you_mean
+from kvserve_core.evaluation.bench import Bench
+from kvserve_core.evaluation.questions import instances
+from kvserve_core.evaluation.tasks import TaskBench
 from kvserve_core.registry import default_registry
 from kvserve_hf.bench import report
 from kvserve_hf.bench.pipelines import Calibrated, Candidate, Family, candidates, read_families, shipped
 from kvserve_hf.bench.run import Journal, QualityRun
-from kvserve_hf.bench.tasks import TaskBench, instances
 from kvserve_hf.commands import CALIBRATED, MODEL, model_folder, progress_bar
 from kvserve_hf.engine import Engine
-from kvserve_hf.measure import Bench
 from kvserve_hf.texts import Kind, LoadedText, PinnedText, domain_texts, load_texts, pinned_texts, tokens
 
 KINDS = ("quality",)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import kvserve_core
+from kvserve_core.evaluation.bench import CONTINUATION_TOKENS, PROMPT_TOKENS
+from kvserve_core.evaluation.tasks import SOLVED, TaskBench
 from kvserve_hf.bench.curve import at_targets
 from kvserve_hf.bench.pipelines import Family
-from kvserve_hf.bench.tasks import SOLVED, TaskBench
 from kvserve_hf.engine import Engine
-from kvserve_hf.measure import CONTINUATION_TOKENS, PROMPT_TOKENS
 from kvserve_hf.texts import LoadedText
 
 COLUMNS = ("pipeline", "CR", "KL [95 %]", "top-1", "dNLL", "tasks", "artefacts")

@@ -11,14 +11,14 @@ from typing import Any
 from blake3 import blake3
 
 import kvserve_core
+from kvserve_core.evaluation.bench import Bench
+from kvserve_core.evaluation.quality import Interval, Quality, TextQuality, interval
+from kvserve_core.evaluation.tasks import TaskBench
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import PipelineSpec
 from kvserve_core.spec import whole
 from kvserve_hf.bench.pipelines import Calibrated, Candidate
-from kvserve_hf.bench.tasks import TaskBench
 from kvserve_hf.engine import Engine
-from kvserve_hf.measure import Bench
-from kvserve_hf.quality import Interval, Quality, TextQuality, interval
 from kvserve_hf.roundtrip import FrameRoundtrip
 from kvserve_hf.texts import LoadedText
 

@@ -33,7 +33,10 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Components:
-    """One block's basis before it is rounded: scale ``[n]``, columns ``[n, r]``, sigma ``[r]``, energy not in it."""
+    """One block's basis before it is rounded: scale ``[n]``, columns ``[n, r]``, sigma ``[r]``, energy not in it.
+
+    held: ``[r + 1]``, energy outside the first k components on texts that were left out, where there were any.
+    """
 
     block: Block
     mean: Tensor
@@ -41,6 +44,7 @@ class Components:
     columns: Tensor
     sigma: Tensor
     tail: float
+    held: Tensor | None = None
 
 
 def unit(statistics: Sequence[Statistics]) -> float:
@@ -80,8 +84,9 @@ def write(path: Path, plane: str, per: str, found: Sequence[Components], about: 
     for i, c in enumerate(found):
         tensors[f"{i}.basis"] = c.columns.to(torch.float16).contiguous()
         tensors[f"{i}.tail"] = torch.tensor([c.tail], dtype=torch.float32)
-        for name, x in (("mean", c.mean), ("scale", c.scale), ("sigma", c.sigma)):
-            tensors[f"{i}.{name}"] = x.float().contiguous()
+        for name, x in (("mean", c.mean), ("scale", c.scale), ("sigma", c.sigma), ("held", c.held)):
+            if x is not None:
+                tensors[f"{i}.{name}"] = x.float().contiguous()
     blocks = [{"layers": c.block.layers, "heads": c.block.heads, "rope": c.block.rope} for c in found]
     head = {"version": VERSION, "plane": plane, "dim": found[0].block.plane.dim, "per": per, "blocks": blocks}
     # One key only: safetensors writes several in an order of its own, and equal runs would give other hashes.

@@ -11,17 +11,19 @@ import typer
 
 from kvserve_core.cli.output import AsJson, print_json, print_table
 from kvserve_core.errors import ConfigError, did_you_mean
-from kvserve_hf.calibrate.request import KLTOptions, Request
-from kvserve_hf.commands import MODEL, model_folder, progress_bar
+from kvserve_hf.calibrate.request import KLTOptions, Request, TablesOptions
+from kvserve_hf.commands import CALIBRATED, MODEL, model_folder, progress_bar
 from kvserve_hf.engine import Engine
 from kvserve_hf.texts import calibration_texts, load_texts, read_pins
 
 KINDS = {
     "klt": "kvserve_hf.calibrate.klt:calibrate_klt",
     "heads": "kvserve_hf.calibrate.heads:calibrate_heads",
+    "tables": "kvserve_hf.calibrate.tables:calibrate_tables",
 }
 """Kind -> function from a :class:`Request` to what is printed, one row."""
 DEFAULT = KLTOptions()
+PIPELINES = "tables: JSON of the pipelines whose codes are coded; default: those shipped that need no calibration."
 
 
 def calibrate(
@@ -39,6 +41,9 @@ def calibrate(
     sink_tokens: Annotated[int, typer.Option(min=0, help="klt: first tokens to leave out.")] = DEFAULT.sink_tokens,
     cutoff: Annotated[float, typer.Option(min=0, help="klt: leave out components below this.")] = DEFAULT.cutoff,
     rank: Annotated[int | None, typer.Option(min=1, help="klt: keep at most so many a block.")] = DEFAULT.rank,
+    pipelines: Annotated[Path | None, typer.Option(help=PIPELINES)] = None,
+    family: Annotated[list[str] | None, typer.Option(help="tables: only this family; may be repeated.")] = None,
+    calibrated: Annotated[Path | None, typer.Option(help=f"tables: {CALIBRATED}")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a calibrated file from a model and texts; run the same command again to go on after an interruption."""
@@ -58,6 +63,7 @@ def calibrate(
             work or out.with_name(out.name + ".work"),
             lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
             options,
+            TablesOptions(pipelines, tuple(family or ()), calibrated),
         )
         made = _function(kind)(request)
     if as_json:

@@ -34,9 +34,13 @@ class Sensitivity:
 
     def add(self, values: Sums) -> None:
         """One text's :func:`squared_gradients`."""
-        for key, value in values.items():
+        self.merge(Sensitivity(values, 1))
+
+    def merge(self, other: Sensitivity) -> None:
+        """Add what ``other`` has added up."""
+        for key, value in other.sums.items():
             self.sums[key] = self.sums[key] + value if key in self.sums else value
-        self.texts += 1
+        self.texts += other.texts
 
     def metric(self, layer: int, plane: str) -> Tensor:
         """``[H, D]`` float64, above 0."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
+from torch import Tensor
 
 from kvserve_core.errors import ConfigError
+from kvserve_core.evaluation.bench import CONTINUATION_TOKENS, PROMPT_TOKENS
+from kvserve_core.evaluation.engine import TokenText
 from kvserve_core.spec import COMPOSITE
 from kvserve_hf.calibrate.basis import Statistics, components, equal_parts, unit, write
 from kvserve_hf.calibrate.blocks import Block, blocks
 from kvserve_hf.calibrate.fisher import Sensitivity, squared_gradients
-from kvserve_hf.calibrate.moments import Moments, State
+from kvserve_hf.calibrate.held import FOLDS, QUANTILE, curves, fold_of, quantile
+from kvserve_hf.calibrate.moments import Moments, State, Sums
 from kvserve_hf.calibrate.request import Request
 from kvserve_hf.calibrate.weights import from_weights
-from kvserve_hf.measure import CONTINUATION_TOKENS, PROMPT_TOKENS, TokenText
 from kvserve_hf.texts import tokens
 
 METRICS = ("fisher", "none")
@@ -39,42 +43,106 @@ def calibrate_klt(request: Request) -> dict[str, Any]:
     if options.from_weights:
         statistics = from_weights(request.engine, cut)
         return _solve(request, statistics, {"from_weights": True, "metric": "none"})
-    state = _collect(request, cut)
-    sensitivity = state.sensitivity if options.metric == "fisher" else None
-    statistics = [_statistics(b, m, sensitivity) for b, m in zip(cut, state.moments, strict=True)]
-    found = _solve(request, statistics, {"from_weights": False, "tokens": state.moments[0].count})
+    texts = _texts(request)
+    # The cut decides the sums; cutoff and rank do not, so they may differ between a run and the one that goes on.
+    asked = request.provenance("calibrate klt") | asdict(options) | {"cutoff": None, "rank": None}
+    state = State(request.work, asked, [block.size for block in cut])
+    sums = _collect(request, state, cut, texts)
+    sensitivity = sums.sensitivity if options.metric == "fisher" else None
+    statistics = [_statistics(b, m, sensitivity) for b, m in zip(cut, sums.moments, strict=True)]
+    held = _held_out(request, state, statistics, sums, texts)
+    about: dict[str, Any] = {"from_weights": False, "tokens": sums.moments[0].count}
+    if held:
+        about["held_out"] = {"folds": FOLDS, "quantile": QUANTILE}
+    found = _solve(request, statistics, about, held)
     state.remove()
     return found
 
 
-def _collect(request: Request, cut: list[Block]) -> State:
+def _texts(request: Request) -> list[TokenText]:
     texts = tokens(request.texts, request.engine.tokenize)
     if not texts:
         raise ConfigError("there are no texts to calibrate on; name a list of them, or use --from-weights", "texts")
-    # The cut decides the sums; cutoff and rank do not, so they may differ between a run and the one that goes on.
-    asked = request.provenance("calibrate klt") | asdict(request.klt) | {"cutoff": None, "rank": None}
-    state = State(request.work, asked, [block.size for block in cut])
+    return texts
+
+
+def _members(texts: list[TokenText], fold: int) -> list[tuple[int, TokenText]]:
+    return [(i, text) for i, text in enumerate(texts) if fold_of(i) == fold]
+
+
+def _collect(request: Request, state: State, cut: list[Block], texts: list[TokenText]) -> Sums:
+    """The sums over all texts; those of each fold stay in the state."""
     request.engine.model.requires_grad_(False)
-    for i, text in enumerate(texts):
-        if i >= state.done:
-            _add(request, state, cut, text, seed=i)
-            state.done = i + 1
-            state.save()
-        request.progress(text.name, i + 1, len(texts))
-    return state
+    total, seen = Sums([block.size for block in cut]), 0
+    for fold in range(min(FOLDS, len(texts))):
+        sums = state.sums(fold)
+        for done, (i, text) in enumerate(_members(texts, fold)):
+            if done >= sums.texts:
+                _add(request, sums, cut, text, seed=i)
+                state.save(fold, sums)
+            seen += 1
+            request.progress(text.name, seen, len(texts))
+        total.merge(sums)
+    return total
 
 
-def _add(request: Request, state: State, cut: list[Block], text: TokenText, seed: int) -> None:
+def _add(request: Request, sums: Sums, cut: list[Block], text: TokenText, seed: int) -> None:
     engine, sinks = request.engine, request.klt.sink_tokens
     prompt, rest = text.ids[:PROMPT_TOKENS], text.ids[PROMPT_TOKENS : PROMPT_TOKENS + CONTINUATION_TOKENS]
     engine.prefill(HELD, prompt)
     try:
-        for block, moments in zip(cut, state.moments, strict=True):
+        for block, moments in zip(cut, sums.moments, strict=True):
             moments.add(block.rows(lambda at: engine.gather(HELD, at), engine.spec, sinks, len(prompt)))
         if request.klt.metric == "fisher":
-            state.sensitivity.add(squared_gradients(engine, HELD, len(prompt), rest, sinks, seed))
+            sums.sensitivity.add(squared_gradients(engine, HELD, len(prompt), rest, sinks, seed))
+        sums.texts += 1
     finally:
         engine.release(HELD)
+
+
+def _held_out(
+    request: Request, state: State, statistics: list[Statistics], sums: Sums, texts: list[TokenText]
+) -> list[Tensor] | None:
+    """Of each block the energy outside its first components, on texts that were left out; None of a single text."""
+    if len(texts) < 2:
+        return None
+    divisor, found, seen = unit(statistics), [], 0
+    for fold in range(min(FOLDS, len(texts))):
+        members = _members(texts, fold)
+        kept = state.held(fold)
+        if kept is None:
+            kept = _curves_of(request, state, fold, statistics, sums, divisor, members)
+            state.save_held(fold, kept)
+        found.append(kept)
+        seen += len(members)
+        request.progress("held-out texts", seen, len(texts))
+    return [quantile(block) for block in zip(*found, strict=True)]
+
+
+def _curves_of(
+    request: Request,
+    state: State,
+    fold: int,
+    statistics: list[Statistics],
+    sums: Sums,
+    divisor: float,
+    members: list[tuple[int, TokenText]],
+) -> list[Tensor]:
+    """Of each block the curves ``[cells, n + 1]`` of a fold's texts under the bases of the others."""
+    engine, left_out = request.engine, state.sums(fold)
+    bases = []
+    for s, all_, part in zip(statistics, sums.moments, left_out.moments, strict=True):
+        rest = all_.without(part)
+        bases.append(components(replace(s, mean=rest.mean, covariance=rest.covariance()), divisor, 0.0, None))
+    rows = [partial(s.block.rows, lambda at: engine.gather(HELD, at), engine.spec) for s in statistics]
+    found = []
+    for _, text in members:
+        engine.prefill(HELD, text.ids[:PROMPT_TOKENS])
+        try:
+            found.append(curves(rows, bases, PROMPT_TOKENS))
+        finally:
+            engine.release(HELD)
+    return [torch.cat(block) for block in zip(*found, strict=True)]
 
 
 def _statistics(block: Block, moments: Moments, sensitivity: Sensitivity | None) -> Statistics:
@@ -88,13 +156,16 @@ def _statistics(block: Block, moments: Moments, sensitivity: Sensitivity | None)
     return Statistics(block, moments.mean, covariance, torch.stack(rows).flatten())
 
 
-def _solve(request: Request, statistics: list[Statistics], about: dict[str, Any]) -> dict[str, Any]:
+def _solve(
+    request: Request, statistics: list[Statistics], about: dict[str, Any], held: list[Tensor] | None = None
+) -> dict[str, Any]:
     options, divisor = request.klt, unit(statistics)
     found = []
     for i, s in enumerate(statistics):
         made = components(s, divisor, options.cutoff, options.rank)
         # What weights predict is too rough to tell drift by.
-        found.append(replace(made, tail=math.inf) if options.from_weights else made)
+        made = replace(made, tail=math.inf) if options.from_weights else made
+        found.append(replace(made, held=held[i][: len(made.sigma) + 1]) if held else made)
         request.progress("components", i + 1, len(statistics))
     provenance = request.provenance("calibrate klt") | {"options": asdict(options), "unit": divisor} | about
     nbytes = write(request.out, options.plane, options.per, found, provenance)

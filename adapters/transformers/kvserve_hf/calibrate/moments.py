@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvserve_core.errors import ArtefactError
 from kvserve_hf.calibrate.fisher import Sensitivity
-
-STATE = "state.safetensors"
 
 
 class Moments:
@@ -33,6 +31,22 @@ class Moments:
         self.total += wide.sum(0)
         self.outer.addmm_(wide.T, wide)
 
+    def merge(self, other: Moments) -> None:
+        """Add what ``other`` has summed up."""
+        self.count += other.count
+        self.total += other.total
+        self.outer += other.outer
+
+    def without(self, other: Moments) -> Moments:
+        """These sums less those of ``other``, which are a part of them."""
+        rest = Moments(0)
+        rest.count, rest.total, rest.outer = (
+            self.count - other.count,
+            self.total - other.total,
+            self.outer - other.outer,
+        )
+        return rest
+
     @property
     def mean(self) -> Tensor:
         """``[n]``."""
@@ -44,51 +58,99 @@ class Moments:
         return self.outer / max(self.count, 1) - torch.outer(mean, mean)
 
 
+class Sums:
+    """What some texts add up to: the moments of each block, and the metric."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.texts = 0
+        self.moments = [Moments(size) for size in sizes]
+        self.sensitivity = Sensitivity()
+
+    def merge(self, other: Sums) -> None:
+        """Add what ``other`` has summed up."""
+        self.texts += other.texts
+        self.sensitivity.merge(other.sensitivity)
+        for mine, theirs in zip(self.moments, other.moments, strict=True):
+            mine.merge(theirs)
+
+
 class State:
-    """What a run has summed up; saved after each text, so that a run that was stopped goes on where it was.
+    """What a run has summed up, one file a fold of texts; saved after each text, so that it goes on where it stopped.
 
     asked: identifies the run; a folder of another one is refused.
     """
 
-    def __init__(self, folder: Path, asked: Mapping[str, Any], sizes: list[int]) -> None:
-        self.done = 0
-        self.moments = [Moments(size) for size in sizes]
-        self.sensitivity = Sensitivity()
-        self._path, self._asked = folder / STATE, json.dumps(asked, sort_keys=True)
-        if self._path.exists():
-            self._load()
+    def __init__(self, folder: Path, asked: Mapping[str, Any], sizes: Sequence[int]) -> None:
+        self._folder, self._sizes, self._asked = folder, list(sizes), json.dumps(asked, sort_keys=True)
 
-    def save(self) -> None:
-        """Write all sums; a reader sees the old or the new ones."""
-        tensors = {f"total.{i}": m.total for i, m in enumerate(self.moments)}
-        tensors |= {f"outer.{i}": m.outer for i, m in enumerate(self.moments)}
-        tensors |= {f"metric.{layer}.{plane}": x for (layer, plane), x in self.sensitivity.sums.items()}
-        counts = {"done": self.done, "counts": [m.count for m in self.moments], "texts": self.sensitivity.texts}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self._path.with_suffix(".new")
-        save_file(tensors, beside, {"asked": self._asked, "state": json.dumps(counts)})
-        beside.replace(self._path)
+    def sums(self, fold: int) -> Sums:
+        """Of one fold: zeros if nothing was saved.
+
+        Raises:
+            ArtefactError: the folder is another run's.
+        """
+        found, path = Sums(self._sizes), self._path("sums", fold)
+        if path.exists():
+            tensors, about = load_file(path), self._about(path)
+            found.texts, found.sensitivity.texts = about["done"], about["texts"]
+            for i, moments in enumerate(found.moments):
+                moments.count = about["counts"][i]
+                moments.total, moments.outer = tensors[f"total.{i}"], tensors[f"outer.{i}"]
+            found.sensitivity.sums = {_key(n): x for n, x in tensors.items() if n.startswith("metric.")}
+        return found
+
+    def save(self, fold: int, sums: Sums) -> None:
+        """Write a fold's sums; a reader sees the old or the new ones."""
+        tensors = {f"total.{i}": m.total for i, m in enumerate(sums.moments)}
+        tensors |= {f"outer.{i}": m.outer for i, m in enumerate(sums.moments)}
+        tensors |= {f"metric.{layer}.{plane}": x for (layer, plane), x in sums.sensitivity.sums.items()}
+        counts = {
+            "done": sums.texts,
+            "counts": [m.count for m in sums.moments],
+            "texts": sums.sensitivity.texts,
+        }
+        self._write(self._path("sums", fold), tensors, counts)
+
+    def held(self, fold: int) -> list[Tensor] | None:
+        """What :meth:`save_held` kept of a fold."""
+        path = self._path("held", fold)
+        if not path.exists():
+            return None
+        self._about(path)
+        tensors = load_file(path)
+        return [tensors[str(i)] for i in range(len(tensors))]
+
+    def save_held(self, fold: int, found: Sequence[Tensor]) -> None:
+        """One tensor a block."""
+        self._write(self._path("held", fold), {str(i): x for i, x in enumerate(found)}, {})
 
     def remove(self) -> None:
-        """Delete the file, and its folder if nothing else is in it."""
-        self._path.unlink(missing_ok=True)
-        if self._path.parent.exists() and not any(self._path.parent.iterdir()):
-            self._path.parent.rmdir()
+        """Delete the files, and the folder if nothing else is in it."""
+        for path in [*self._folder.glob("sums-*.safetensors"), *self._folder.glob("held-*.safetensors")]:
+            path.unlink()
+        if self._folder.exists() and not any(self._folder.iterdir()):
+            self._folder.rmdir()
 
-    def _load(self) -> None:
-        with safe_open(self._path, "pt") as file:
+    def _path(self, what: str, fold: int) -> Path:
+        return self._folder / f"{what}-{fold}.safetensors"
+
+    def _write(self, path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".new")
+        save_file(dict(tensors), beside, {"asked": self._asked, "state": json.dumps(about)})
+        beside.replace(path)
+
+    def _about(self, path: Path) -> dict[str, Any]:
+        with safe_open(path, "pt") as file:
             about = file.metadata()
-            if about["asked"] != self._asked:
-                raise ArtefactError(
-                    f"{str(self._path.parent)!r} holds a calibration of another model, other texts or options; remove"
-                    " it, or name another folder with --work"
-                )
-            counts = json.loads(about["state"])
-            self.done, self.sensitivity.texts = counts["done"], counts["texts"]
-            for i, moments in enumerate(self.moments):
-                moments.count = counts["counts"][i]
-                moments.total, moments.outer = file.get_tensor(f"total.{i}"), file.get_tensor(f"outer.{i}")
-            for name in file.keys():  # noqa: SIM118  # a safetensors file is not a mapping
-                if name.startswith("metric."):
-                    _, layer, plane = name.split(".")
-                    self.sensitivity.sums[int(layer), plane] = file.get_tensor(name)
+        if about["asked"] != self._asked:
+            raise ArtefactError(
+                f"{str(self._folder)!r} holds a calibration of another model, other texts or options; remove it, or"
+                " name another folder with --work"
+            )
+        return dict(json.loads(about["state"]))
+
+
+def _key(name: str) -> tuple[int, str]:
+    _, layer, plane = name.split(".")
+    return int(layer), plane

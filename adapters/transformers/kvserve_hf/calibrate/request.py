@@ -33,6 +33,15 @@ class KLTOptions:
 
 
 @dataclass(frozen=True)
+class TablesOptions:
+    """Options of ``calibrate tables``: a file of pipelines, which of its families, and the files that they read."""
+
+    pipelines: Path | None = None
+    families: tuple[str, ...] = ()
+    calibrated: Path | None = None
+
+
+@dataclass(frozen=True)
 class Request:
     """One run of ``kvserve calibrate``.
 
@@ -46,6 +55,7 @@ class Request:
     work: Path
     progress: Progress
     klt: KLTOptions = KLTOptions()
+    tables: TablesOptions = TablesOptions()
 
     def provenance(self, command: str) -> dict[str, Any]:
         """Model, texts, versions and command, for the file's metadata."""

@@ -1,13 +1,19 @@
 """Statistics of a cache from the weights that make it, without any text.
 
-The input of a layer's attention is normalised, so its channels have mean square 1 and then the norm's gain g. Taken as
-uncorrelated, they give keys and values W x the covariance W g g W^T. Inputs of layers l and m are taken to correlate
-by r^|l - m|: the residual stream changes slowly, and with r = 1 a block would have no more components than the model
-has channels. A norm of keys or values divides each head by its size and multiplies by its own gain.
+The input of a layer's attention is normalised and multiplied by the norm's gain g. Its channels, taken as uncorrelated
+with mean squares e that average 1, give keys and values W x the covariance W g e g W^T. Inputs of layers l and m are
+taken to correlate by r^|l - m|: the residual stream changes slowly, and with r = 1 a block would have no more
+components than the model has channels. A norm of keys or values divides each head by its size and multiplies by its own
+gain.
+
+e is 1 unless layers normalise what they add to the residual stream, as Gemma's do: the gains of those norms then say
+what each channel gets. A few channels may hold nearly all energy, which makes the others small behind the next norm: on
+Gemma-3-270M 5 of 640 channels hold 70 to 97 % of it and values are 100 to 2000 times smaller than e = 1 predicts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +28,9 @@ from kvserve_hf.engine import Engine
 CORRELATION = 0.95
 """r. On SmolLM2-135M 0.8 costs 8 % of the ratio at equal KL, 0.95 and 0.98 are alike."""
 
+ADDED = ("post_attention_layernorm", "post_feedforward_layernorm")
+"""Norms of what a layer adds to the residual stream."""
+
 
 def from_weights(engine: Engine, cut: list[Block]) -> list[Statistics]:
     """Predicted mean and covariance of each block; every part of every layer has the same variance a channel.
@@ -29,10 +38,11 @@ def from_weights(engine: Engine, cut: list[Block]) -> list[Statistics]:
     Raises:
         UnsupportedSpecError: attention without separate projections to K and V.
     """
-    layers = engine.model.get_decoder().layers
+    decoder = engine.model.get_decoder()
+    energies = list(_energies(decoder))
     found = []
     for block in cut:
-        made = [_layer(layers[layer], block) for layer in block.layers]
+        made = [_layer(decoder.layers[layer], block, energies[layer]) for layer in block.layers]
         rows, mean = torch.cat([w for w, _ in made]), torch.cat([b for _, b in made])
         covariance = rows @ rows.T * _correlation(len(block.layers), len(rows) // len(block.layers))
         found.append(Statistics(block, mean, covariance, equal_parts(block, covariance.diagonal())))
@@ -45,9 +55,22 @@ def _correlation(layers: int, each: int) -> Tensor:
     return torch.full((), CORRELATION, dtype=torch.float64) ** (index[:, None] - index).abs()
 
 
-def _layer(layer: Any, block: Block) -> tuple[Tensor, Tensor]:
+def _energies(decoder: Any) -> Iterator[Tensor | float]:
+    """Of each layer's input the mean square of its channels ``[inputs]``, which average 1."""
+    embedding = decoder.get_input_embeddings()
+    total = (embedding.weight.detach().double() * float(getattr(embedding, "embed_scale", 1.0))).square().mean(0)
+    for layer in decoder.layers:
+        added = [getattr(layer, name, None) for name in ADDED]
+        # Without the third norm the first is that of the feed-forward's input, and says nothing of what is added.
+        known = all(norm is not None for norm in (*added, getattr(layer, "pre_feedforward_layernorm", None)))
+        yield total / total.mean() if known else 1.0
+        if known:
+            total = total + sum(torch.as_tensor(_gain(norm)).square() for norm in added)
+
+
+def _layer(layer: Any, block: Block, energy: Tensor | float) -> tuple[Tensor, Tensor]:
     """Rows ``[H * D, inputs]`` in the order head, channel, and their mean ``[H * D]``, both float64."""
-    gain = _gain(getattr(layer, "input_layernorm", None))
+    gain = _gain(getattr(layer, "input_layernorm", None)) * energy**0.5
     names = COMPOSITE.get(block.plane.name, (block.plane.name,))
     parts = [_projected(layer.self_attn, name, gain, block) for name in names]
     rows, mean = (torch.cat([part[i] for part in parts], 1) for i in (0, 1))
