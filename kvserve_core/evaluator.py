@@ -37,13 +37,6 @@ class Evaluation:
     metrics: Mapping[str, Interval] = field(default_factory=dict)
     by_kind: Mapping[str, Share] = field(default_factory=dict)
 
-    def too_small(self, tolerance: float) -> str:
-        """Why these samples cannot tell a loss of ``tolerance`` from none; empty when they can."""
-        gap = self.quality.mean - self.quality.low
-        if gap <= tolerance:
-            return ""
-        return f"{self.samples} samples leave open a further loss of {gap:.2g}, the tolerance is {tolerance:.2g}"
-
 
 class Prepared(ABC):
     """An evaluator with its prompts prefilled and the answers of the uncompressed model at hand."""

@@ -79,12 +79,13 @@ class Finisher(Protocol):
 
 
 def _read(drafts: Sequence[Draft]) -> list[tuple[Draft, list[int], bool]]:
-    """Each draft's sizes and whether it is finite: one copy of all sizes, one of all flags."""
+    """Each draft's sizes and whether it is finite, all in one copy."""
     counts = [e.nbytes for draft in drafts for e in draft.encoded]
-    sizes = iter(torch.stack(counts).tolist() if counts else [])
     flags = [draft.finite for draft in drafts if draft.finite is not None]
-    finite = iter(torch.stack(flags).tolist() if flags else [])
-    return [(d, [next(sizes) for _ in d.encoded], d.finite is None or next(finite)) for d in drafts]
+    rows = ([torch.stack(flags).to(torch.int64)] if flags else []) + ([torch.stack(counts)] if counts else [])
+    values = iter(torch.cat(rows).tolist() if rows else [])
+    finite = iter([bool(next(values)) for _ in flags])
+    return [(d, [next(values) for _ in d.encoded], d.finite is None or next(finite)) for d in drafts]
 
 
 def _settled(draft: Draft, sizes: Sequence[int]) -> Settled:

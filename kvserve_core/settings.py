@@ -84,7 +84,7 @@ class Settings(BaseModel):
     The core reads ``library``, ``policy`` and ``transport`` itself (``kvserve doctor`` checks them), and has parameters
     that ``min_quality``, ``bandwidth``, ``workload``, ``classifier`` and ``allow_unprofiled`` go to: the controller's
     and a context's. Engine adapters read the others and act on them: ``wire_compat``, ``peers.accept``, ``slo``,
-    ``deadline``, ``lease`` and ``published_bytes_max``.
+    ``deadline``, ``lease``, ``published_bytes_max`` and ``lossy_prefix_cache``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

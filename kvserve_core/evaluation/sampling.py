@@ -74,6 +74,14 @@ def ratio(test: Sequence[float], reference: Sequence[float], seed: int) -> Inter
     return Interval(value, min(value, floor if equal else low), max(value, high))
 
 
+def unresolved(quality: Interval, samples: int, tolerance: float) -> str:
+    """Why these samples cannot tell a loss of ``tolerance`` from none; empty when they can."""
+    gap = quality.mean - quality.low
+    if gap <= tolerance:
+        return ""
+    return f"{samples} samples leave open a further loss of {gap:.2g}, the tolerance is {tolerance:.2g}"
+
+
 def _resampled(test: Sequence[float], reference: Sequence[float], rng: random.Random) -> float:
     drawn = rng.choices(range(len(test)), k=len(test))
     below = sum(reference[i] for i in drawn)

@@ -19,7 +19,7 @@ BATCH = 64
 
 
 class FrameRoundtrip:
-    """A :class:`~kvserve_hf.measure.Roundtrip` through frames; its counters add up over calls.
+    """A :class:`~kvserve_core.evaluation.engine.Roundtrip` through frames; its counters add up over calls.
 
     segments: all of them; escaped: those that were to be compressed and went raw.
     """

@@ -18,7 +18,9 @@ from typing import Literal
 from blake3 import blake3
 
 from kvserve_core.errors import ArtefactError, did_you_mean
-from kvserve_hf.measure import CONTINUATION_TOKENS, PROMPT_TOKENS, TokenText
+from kvserve_core.evaluation.bench import CONTINUATION_TOKENS, PROMPT_TOKENS
+from kvserve_core.evaluation.engine import TokenText
+from kvserve_core.library import DEFAULT_WORKLOAD
 
 ANCHOR_CHARS = 60
 TEXT_CHARS = 6000
@@ -88,6 +90,15 @@ def domain_texts(domain: str) -> list[PinnedText]:
     if not found:
         raise PinnedTextError(did_you_mean(domain, dict.fromkeys(p.kind for p in every), "domain"))
     return found
+
+
+def workload_texts(workload: str) -> list[PinnedText]:
+    """The texts that quality on a workload is measured by: ``default`` is prose and code, else a kind of text.
+
+    Raises:
+        PinnedTextError: there are no texts of that kind; the message names those there are.
+    """
+    return pinned_texts() if workload == DEFAULT_WORKLOAD else domain_texts(workload)
 
 
 def read_pins(path: Path) -> list[PinnedText]:

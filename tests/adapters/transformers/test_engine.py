@@ -7,9 +7,9 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvserve_core.errors import ConfigError, KVServeError
+from kvserve_core.evaluation.engine import whole_regions
 from kvserve_core.spec import DType, Region
 from kvserve_hf.engine import Engine
-from kvserve_hf.measure import whole_regions
 from tiny_models import VOCAB, WINDOW, make
 
 

@@ -7,10 +7,10 @@ import importlib.util
 import pytest
 import torch
 
+from kvserve_core.evaluation.engine import whole_regions
 from kvserve_core.settings import cache_dir
 from kvserve_hf.convert import MODELS, converted
 from kvserve_hf.engine import Engine
-from kvserve_hf.measure import whole_regions
 
 MISSING = [p for p in (*MODELS["gemma3"].packages, "accelerate") if importlib.util.find_spec(p) is None]
 CONVERTED = any((cache_dir() / "models").glob(f"{MODELS['gemma3'].folder}-*/config.json"))

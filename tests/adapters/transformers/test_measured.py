@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from kvserve_core.errors import ArtefactError, ConfigError
+from kvserve_core.evaluation.bench import Bench
+from kvserve_core.evaluation.engine import TokenText
 from kvserve_core.latency import Speed
 from kvserve_core.library import ProfileLibrary
 from kvserve_core.spec import DType
 from kvserve_hf import measured
 from kvserve_hf.bench.pipelines import Calibrated
-from kvserve_hf.measure import Bench, TokenText
 from kvserve_hf.texts import LoadedText, PinnedText
 from tiny_models import VOCAB, make
 

@@ -7,10 +7,10 @@ import importlib.util
 import pytest
 import torch
 
+from kvserve_core.evaluation.engine import whole_regions
 from kvserve_core.settings import cache_dir
 from kvserve_hf.convert import PACKAGE, smollm2
 from kvserve_hf.engine import Engine
-from kvserve_hf.measure import whole_regions
 from kvserve_hf.texts import demo_prompts
 
 pytestmark = [

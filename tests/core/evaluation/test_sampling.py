@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvserve_core.errors import ConfigError
 from kvserve_core.evaluation.quality import Interval
-from kvserve_core.evaluation.sampling import evenly, ratio, share, stratified
-from kvserve_core.evaluator import Evaluation
+from kvserve_core.evaluation.sampling import evenly, ratio, share, stratified, unresolved
 
 ITEMS = [(kind, i) for kind, count in (("prose", 8), ("code", 6), ("maths", 2)) for i in range(count)]
 
@@ -86,7 +85,7 @@ def test_pairs_that_agree_say_no_more_than_a_share_without_a_miss() -> None:
 
 
 def test_a_sample_that_is_too_small_says_so() -> None:
-    small = Evaluation(Interval(0.99, 0.95, 1.0), 4)
-    assert "4 samples" in small.too_small(0.01)
-    assert "0.01" in small.too_small(0.01)
-    assert small.too_small(0.05) == ""
+    small = Interval(0.99, 0.95, 1.0)
+    assert "4 samples" in unresolved(small, 4, 0.01)
+    assert "0.04, the tolerance is 0.01" in unresolved(small, 4, 0.01)
+    assert unresolved(small, 4, 0.05) == ""

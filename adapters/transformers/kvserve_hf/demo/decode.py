@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.errors import KVServeError
+from kvserve_core.evaluation.quality import TextQuality, compare
 from kvserve_core.policy import Outcome
 from kvserve_core.registry import default_registry
 from kvserve_core.session import Consumer, LoadFailed
 from kvserve_core.spec import whole
 from kvserve_core.transport import Locator
 from kvserve_hf.engine import Engine
-from kvserve_hf.quality import TextQuality, compare
 
 DEADLINE_S = 120.0
 

@@ -1,0 +1,175 @@
+"""Pipelines side by side over workloads, as in Table 1 of the KVServe paper (arXiv 2605.13734).
+
+Quality is relative to uncompressed KV with its 95 % interval, CR that of full frames on the workload's own prompts.
+``unified`` is the one profile with the highest ratio among those that keep the floor on every workload; ``aware`` picks
+for each workload the highest ratio that keeps it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvserve_core.artefacts import Artefacts
+from kvserve_core.component import ComponentSpec
+from kvserve_core.evaluation.engine import Engine, Roundtrip, Text, plane_by_plane
+from kvserve_core.evaluation.quality import Interval
+from kvserve_core.evaluator import Evaluator, Prepared
+from kvserve_core.pipeline import Pipeline
+from kvserve_core.profile import PipelineSpec
+from kvserve_core.registry import default_registry
+from kvserve_core.spec import Region, whole
+from kvserve_hf.profile.masks import StreamingEngine
+from kvserve_hf.roundtrip import FrameRoundtrip
+
+UNIFIED, AWARE, DEFAULT, DUO = "unified", "aware", "default", "duo (masks, not servable)"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked under one name: an evaluator, on texts."""
+
+    name: str
+    evaluator: ComponentSpec
+    texts: tuple[Text, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One pipeline on one workload. profile: what was used, where the row may choose."""
+
+    quality: Interval
+    cr: float
+    samples: int
+    profile: str = ""
+
+
+Row = Mapping[str, Cell]
+"""Workload to cell."""
+
+
+def measured(
+    engine: Engine,
+    workloads: Sequence[Workload],
+    pipelines: Mapping[str, PipelineSpec],
+    artefacts: Artefacts,
+    duo: StreamingEngine | None = None,
+    done: Callable[[str], None] = lambda said: None,
+) -> dict[str, dict[str, Cell]]:
+    """A row for each pipeline and, if given, for the masked engine."""
+    rows: dict[str, dict[str, Cell]] = {name: {} for name in (*pipelines, *([DUO] if duo else []))}
+    for workload in workloads:
+        for name, cell in _on(workload, engine, pipelines, artefacts, duo):
+            rows[name][workload.name] = cell
+            done(f"{workload.name}, {name}")
+    return rows
+
+
+def _on(
+    workload: Workload,
+    engine: Engine,
+    pipelines: Mapping[str, PipelineSpec],
+    artefacts: Artefacts,
+    duo: StreamingEngine | None,
+) -> Iterator[tuple[str, Cell]]:
+    evaluator: Evaluator = default_registry().create("evaluator", workload.evaluator)
+    prepared = evaluator.prepare(engine, workload.texts)
+    try:
+        for name, spec in pipelines.items():
+            pipeline = Pipeline.build(spec, engine.spec, whole(engine.spec), artefacts=artefacts, path=name)
+            roundtrip = FrameRoundtrip(pipeline, artefacts)
+            yield name, _cell(prepared, roundtrip)
+    finally:
+        prepared.close()
+    if duo is not None:
+        masked, counted = evaluator.prepare(duo, workload.texts), _Counted(duo)
+        try:
+            yield DUO, _cell(masked, counted)
+        finally:
+            masked.close()
+
+
+class _Counting(Roundtrip, Protocol):
+    @property
+    def cr(self) -> float: ...
+
+
+def _cell(prepared: Prepared, roundtrip: _Counting) -> Cell:
+    found = prepared.run(roundtrip)
+    return Cell(found.quality, roundtrip.cr, found.samples)
+
+
+class _Counted:
+    """Hands KV through as it is; counts what the masks would have kept."""
+
+    def __init__(self, engine: StreamingEngine) -> None:
+        self._engine = engine
+        self._raw, self._kept = 0.0, 0.0
+
+    @property
+    def cr(self) -> float:
+        return self._raw / self._kept
+
+    def __call__(self, read: Callable[[Region], Tensor], total: int) -> Iterable[tuple[Region, Tensor]]:
+        self._raw += total
+        self._kept += total / self._engine.ratio(total)
+        return plane_by_plane(self._engine.spec, lambda at, x: x)(read, total)
+
+
+def choices(rows: Mapping[str, Row], profiles: Sequence[str], floor: float) -> dict[str, dict[str, Cell]]:
+    """The rows ``unified`` and ``aware`` from those of a library's profiles.
+
+    A profile keeps the floor where its lower bound does. Where none does, ``default`` is taken, which loses nothing.
+    """
+    workloads = list(next(iter(rows.values())))
+    everywhere = [p for p in profiles if all(rows[p][w].quality.low >= floor for w in workloads)]
+    unified = max(everywhere, key=lambda p: min(rows[p][w].cr for w in workloads), default=DEFAULT)
+    aware = {w: _best(rows, profiles, w, floor) for w in workloads}
+    return {
+        UNIFIED: {w: _named(rows, unified, w) for w in workloads},
+        AWARE: {w: _named(rows, aware[w], w) for w in workloads},
+    }
+
+
+def _best(rows: Mapping[str, Row], profiles: Sequence[str], workload: str, floor: float) -> str:
+    kept = [p for p in profiles if rows[p][workload].quality.low >= floor]
+    return max(kept, key=lambda p: rows[p][workload].cr, default=DEFAULT)
+
+
+def _named(rows: Mapping[str, Row], profile: str, workload: str) -> Cell:
+    cell = rows[profile][workload]
+    return Cell(cell.quality, cell.cr, cell.samples, profile)
+
+
+def as_json(rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
+    """For a results file."""
+    return {
+        name: {
+            workload: {
+                "quality": round(c.quality.mean, 5),
+                "low": round(c.quality.low, 5),
+                "high": round(c.quality.high, 5),
+                "cr": round(c.cr, 3),
+                "samples": c.samples,
+            }
+            | ({"profile": c.profile} if c.profile else {})
+            for workload, c in row.items()
+        }
+        for name, row in rows.items()
+    }
+
+
+def markdown(rows: Mapping[str, Row]) -> str:
+    """The table: a method a row, a workload a column, ``98.2 [97.1, 99.0] % / 7.42x`` a cell."""
+    workloads = list(next(iter(rows.values())))
+    lines = [("method", *workloads), ("---",) * (len(workloads) + 1)]
+    lines += [(name, *(_shown(row[w]) for w in workloads)) for name, row in rows.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _shown(cell: Cell) -> str:
+    quality = cell.quality
+    return f"{100 * quality.mean:.1f} [{100 * quality.low:.1f}, {100 * quality.high:.1f}] % / {cell.cr:.2f}x"

@@ -1,0 +1,45 @@
+"""From what several evaluators say to one relative quality."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from kvserve_core.evaluation.quality import Interval
+from kvserve_core.evaluator import Evaluation
+from kvserve_core.profiling import point
+
+QUALITY, SAMPLES = "quality", "samples"
+
+
+def judged(found: Mapping[str, Evaluation]) -> tuple[Interval, dict[str, point.Interval]]:
+    """The quality that counts, and every figure by name.
+
+    Names: ``continuation.kl``, ``continuation.quality``, and by kind of text ``continuation.quality@code`` and
+    ``continuation.samples@code``.
+    """
+    metrics: dict[str, point.Interval] = {}
+    for name, evaluation in found.items():
+        metrics[f"{name}.{QUALITY}"] = _plain(evaluation.quality)
+        metrics |= {f"{name}.{metric}": _plain(value) for metric, value in evaluation.metrics.items()}
+        for kind, share in evaluation.by_kind.items():
+            metrics[f"{name}.{QUALITY}@{kind}"] = _plain(share.quality)
+            metrics[f"{name}.{SAMPLES}@{kind}"] = (share.samples,) * 3
+    return harshest({name: evaluation.quality for name, evaluation in found.items()}), metrics
+
+
+def harshest(qualities: Mapping[str, Interval]) -> Interval:
+    """The quality with the lowest upper bound: that of the evaluator which proves most against the pipeline.
+
+    So a loss that one evaluator is sure of counts, and one with few samples does not hide what another resolves.
+    """
+    return min(qualities.values(), key=lambda q: (q.high, q.low))
+
+
+def _plain(value: Interval) -> point.Interval:
+    """Open ends of an interval are the mean itself plus or minus a large number, for JSON has no infinity."""
+    return value.mean, _finite(value.low), _finite(value.high)
+
+
+def _finite(x: float) -> float:
+    return x if math.isfinite(x) else math.copysign(1e9, x)

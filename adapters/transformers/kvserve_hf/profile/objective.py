@@ -1,0 +1,167 @@
+"""Measuring candidates on a model: what the search asks, in this process or in a worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from kvserve_core.artefacts import Artefacts
+from kvserve_core.component import ComponentSpec
+from kvserve_core.errors import KVServeError
+from kvserve_core.evaluation.bench import PROMPT_TOKENS
+from kvserve_core.evaluation.engine import Text
+from kvserve_core.evaluator import Evaluator, Prepared
+from kvserve_core.pipeline import Pipeline
+from kvserve_core.profiling.point import Measurement, Point
+from kvserve_core.registry import default_registry
+from kvserve_core.spec import Region, whole
+from kvserve_core.speed import LENGTHS, REPEATS, measure_speed
+from kvserve_hf.bench.pipelines import Calibrated
+from kvserve_hf.engine import Engine
+from kvserve_hf.profile.estimate import SAMPLE_TOKENS, RatioEstimator
+from kvserve_hf.profile.judge import judged
+from kvserve_hf.roundtrip import FrameRoundtrip
+
+HELD = "profile"
+CPU_S = "measure.cpu_s"
+"""Metric: processor seconds that a measurement took; with other work on the machine its seconds say little."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker process needs to measure, all of it picklable.
+
+    evaluators: their ``samples`` decide how long a measurement takes. quick: so many samples, for a search. lengths,
+    repeats: of the timings, in tokens.
+    """
+
+    model: Path
+    texts: tuple[Text, ...]
+    evaluators: tuple[ComponentSpec, ...]
+    calibrated: Path | None = None
+    quick: int | None = None
+    lengths: tuple[int, ...] = LENGTHS
+    repeats: int = REPEATS
+    prompt_tokens: int = PROMPT_TOKENS
+
+
+class ModelObjective:
+    """An :class:`kvserve_core.profiling.point.Objective`. The model is loaded when first asked, in each process."""
+
+    def __init__(self, setup: Setup, load: Callable[[Path], Engine] = Engine.load) -> None:
+        self.setup, self.load = setup, load
+        self._at: _Loaded | None = None
+
+    def __getstate__(self) -> tuple[Setup, Callable[[Path], Engine]]:
+        return self.setup, self.load
+
+    def __setstate__(self, state: tuple[Setup, Callable[[Path], Engine]]) -> None:
+        self.setup, self.load = state
+        self._at = None
+
+    @property
+    def engine(self) -> Engine:
+        """The model; loaded now if it was not."""
+        return self._loaded.engine
+
+    @property
+    def artefacts(self) -> Artefacts:
+        """The calibrated files."""
+        return self._loaded.artefacts
+
+    def estimate(self, point: Point) -> float:
+        """The ratio from a part of one prompt.
+
+        Raises:
+            KVServeError: this model refuses the pipeline.
+        """
+        return self._loaded.estimator.ratio(point.spec)
+
+    def measure(self, points: Sequence[Point]) -> Iterable[Measurement]:
+        """Quality by every evaluator, ratio of full frames, speed; one after the other."""
+        for point in points:
+            yield self._loaded.measure(point)
+
+    def close(self) -> None:
+        """Release what is held."""
+        if self._at is not None:
+            self._at.close()
+            self._at = None
+
+    @property
+    def _loaded(self) -> _Loaded:
+        if self._at is None:
+            torch.set_num_threads(1)
+            self._at = _Loaded(self.setup, self.load(self.setup.model), Calibrated(self.setup.calibrated).artefacts)
+        return self._at
+
+
+@dataclass
+class _Loaded:
+    """A model with one prompt for ratios and speeds, and the evaluators once they are needed."""
+
+    setup: Setup
+    engine: Engine
+    artefacts: Artefacts
+    _prepared: dict[str, Prepared] | None = None
+
+    def __post_init__(self) -> None:
+        ids = self.engine.tokenize(self.setup.texts[0].text)[: max(SAMPLE_TOKENS, self.setup.prompt_tokens)]
+        self.engine.prefill(HELD, ids)
+        self.estimator = RatioEstimator(self.engine.spec, self.read, self.artefacts, len(ids))
+
+    def read(self, at: Region) -> torch.Tensor:
+        return self.engine.gather(HELD, at)
+
+    @property
+    def evaluators(self) -> dict[str, Prepared]:
+        if self._prepared is None:
+            self._prepared = {
+                spec.name: self._evaluator(spec).prepare(self.engine, self.setup.texts)
+                for spec in self.setup.evaluators
+            }
+        return self._prepared
+
+    def _evaluator(self, spec: ComponentSpec) -> Evaluator:
+        made: Evaluator = default_registry().create("evaluator", spec, f"evaluators.{spec.name}")
+        return made if self.setup.quick is None else made.quick(self.setup.quick)
+
+    def measure(self, point: Point) -> Measurement:
+        evaluators, began, cpu = self.evaluators, time.monotonic(), time.process_time()
+        try:
+            made = self._measure(point, evaluators)
+        except KVServeError as error:
+            made = Measurement(key=point.key, error=str(error))
+        metrics = made.metrics | {CPU_S: (time.process_time() - cpu,) * 3}
+        return msgspec.structs.replace(made, seconds=time.monotonic() - began, metrics=metrics)
+
+    def _measure(self, point: Point, evaluators: Mapping[str, Prepared]) -> Measurement:
+        spec, kv = point.spec, self.engine.spec
+        estimate, artefacts = self.estimator.ratio(spec), self.artefacts.fresh()
+        pipeline = Pipeline.build(spec, kv, whole(kv), artefacts=artefacts, path=f"profiles.{point.name}")
+        roundtrip = FrameRoundtrip(pipeline, artefacts)
+        found = {name: prepared.run(roundtrip) for name, prepared in evaluators.items()}
+        encode, decode = measure_speed(pipeline, self.read, artefacts, self.setup.lengths, self.setup.repeats)
+        quality, metrics = judged(found)
+        return Measurement(
+            key=point.key,
+            quality=quality.mean,
+            quality_low=quality.low,
+            quality_high=quality.high,
+            cr=roundtrip.cr,
+            cr_estimate=estimate,
+            encode=encode,
+            decode=decode,
+            metrics=metrics,
+            samples=min(evaluation.samples for evaluation in found.values()),
+        )
+
+    def close(self) -> None:
+        for prepared in (self._prepared or {}).values():
+            prepared.close()
+        self.engine.release(HELD)

@@ -1,0 +1,206 @@
+"""``kvserve profile`` from beginning to end: search, measure what is kept again and thoroughly, assemble a library."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+import kvserve_core
+from kvserve_core.library import EXACT, ProfileLibrary, built_in
+from kvserve_core.profiling.acquisition import feasible
+from kvserve_core.profiling.executor import make_executor
+from kvserve_core.profiling.journal import Journal
+from kvserve_core.profiling.pareto import front
+from kvserve_core.profiling.point import Measurement, Point
+from kvserve_core.profiling.run import Found, Progress, search
+from kvserve_core.profiling.search import Options
+from kvserve_core.profiling.space import Space, fingerprint
+from kvserve_hf.profile import library as made
+from kvserve_hf.profile.objective import CPU_S, ModelObjective, Setup
+
+BANDWIDTH = 1.25e8
+"""Bytes/s of the link that latency is compared at: 1 Gbps."""
+KEPT = 12
+Callback = Callable[[str, int, int, str], None]
+"""``progress(task, done, of, best so far)``."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do. search, confirm: how to measure while searching, and what is kept at the end.
+
+    executor, workers: see :func:`kvserve_core.profiling.executor.make_executor`. journal: where to go on from.
+    """
+
+    search: Setup
+    confirm: Setup
+    options: Options
+    workload: str
+    executor: str = "serial"
+    workers: int = 0
+    batch: int = 1
+    journal: Path | None = None
+    keep: int = KEPT
+
+
+class ProfileRun:
+    """One run over one space. ``provenance`` of the caller (command, texts) goes into the library."""
+
+    def __init__(self, plan: Plan, objective: ModelObjective, space: Space, points: Sequence[Point]) -> None:
+        self._plan, self._objective, self._space, self._points = plan, objective, space, points
+        self._fingerprint = objective.engine.spec.fingerprint
+        if plan.executor != "serial":
+            objective.close()  # the workers load the model; this process needs no second one meanwhile
+
+    def run(self, provenance: dict[str, Any], progress: Callback) -> ProfileLibrary:
+        """Search, confirm, and what is worth keeping as a library.
+
+        Raises:
+            KVServeError: nothing could be measured, or the journal is of another search.
+        """
+        began = time.monotonic()
+        found = self._search(progress)
+        chosen = kept(found, self._plan.options.floors, self._plan.keep)
+        self._objective.close()
+        thorough = ModelObjective(self._plan.confirm, self._objective.load)
+        measured = self._measured(thorough, [found.point(m.key) for m in chosen], progress)
+        best = {m.key for m in front([m for _, m in measured], made.NOMINAL_BYTES, BANDWIDTH)}
+        profiles = [*self._exact(thorough), *(self._profile(p, m) for p, m in measured if m.key in best)]
+        about = self._about(thorough)
+        trace = {"search": self._trace(found) | {"wall_s": round(time.monotonic() - began, 1)}}
+        library = made.assembled(profiles, about, provenance | trace, self._plan.workload, thorough.artefacts)
+        thorough.close()
+        return library
+
+    def _search(self, progress: Callback) -> Found:
+        plan = self._plan
+        with (
+            self._journal("", self._points) as journal,
+            make_executor(plan.executor, self._objective, plan.workers) as by,
+        ):
+            return search(
+                self._points,
+                by,
+                plan.options,
+                journal=journal,
+                batch=plan.batch,
+                progress=lambda now: progress(now.task, now.done, now.total, self._said(now)),
+            )
+
+    def _said(self, now: Progress) -> str:
+        if now.best is None:
+            return ""
+        name = next(p.name for p in self._points if p.key == now.best.key)
+        return f"{now.best.cr:.2f}x at {now.best.quality:.4f} [{now.best.quality_low:.4f}] {name}"
+
+    def _measured(
+        self, thorough: ModelObjective, points: Sequence[Point], progress: Callback
+    ) -> list[tuple[Point, Measurement]]:
+        """Each point with its thorough measurement; those that failed are left out."""
+        found = []
+        with self._journal(".kept", points) as journal:
+            for i, point in enumerate(points):
+                held = journal.measurements.get(point.key) if journal else None
+                measurement = held or next(iter(thorough.measure([point])))
+                if journal and held is None:
+                    journal.measured(measurement)
+                progress("confirm", i + 1, len(points), point.name)
+                if not measurement.error:
+                    found.append((point, measurement))
+        return found
+
+    def _journal(self, suffix: str, points: Sequence[Point]) -> AbstractContextManager[Journal | None]:
+        if self._plan.journal is None:
+            return nullcontext(None)
+        path = self._plan.journal.with_name(self._plan.journal.name + suffix)
+        setup = self._plan.confirm if suffix else self._plan.search
+        return Journal(path, fingerprint(points), self._plan.options.seed, journal_about(setup, self._fingerprint))
+
+    def _exact(self, thorough: ModelObjective) -> list[Any]:
+        rows = [(name, next(iter(thorough.measure([Point((), spec, name)])))) for name, spec in EXACT.items()]
+        return [built_in(name, m.cr, m.encode, m.decode) for name, m in rows]
+
+    def _profile(self, point: Point, measurement: Measurement) -> Any:
+        judge = self._plan.confirm.evaluators[0].name
+        return made.profile_of(made.Kept(point.name, point.spec, measurement), self._plan.workload, judge)
+
+    def _about(self, thorough: ModelObjective) -> dict[str, str]:
+        spec = thorough.engine.spec
+        return {
+            "model_id": spec.model_id,
+            "fingerprint": spec.fingerprint,
+            "device": f"cpu {platform.machine()}, {torch.get_num_threads()} thread(s)",
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+
+    def _trace(self, found: Found) -> dict[str, Any]:
+        """The search as it went: every measurement in order, and what it cost."""
+        names = {p.key: p for p in found.points}
+        options = self._plan.options
+        return {
+            "kvserve": kvserve_core.__version__,
+            "torch": torch.__version__,
+            "candidates": len(found.points),
+            "families": {f.name: f.size for f in self._space.families},
+            "left_out": dict(self._space.left_out),
+            "space": fingerprint(found.points),
+            "seed": options.seed,
+            "floors": list(options.floors),
+            "evaluators": [spec.model_dump(mode="json") for spec in self._plan.search.evaluators],
+            "quick": self._plan.search.quick,
+            "executor": self._plan.executor,
+            "stopped": found.stopped,
+            "evaluations": len(found.measurements),
+            "cpu_s": round(sum(m.metrics.get(CPU_S, (0.0,))[0] for m in found.measurements), 1),
+            "rank_correlation": made.rank_correlation(found.measurements),
+            "best": {f"{floor:g}": _row(m, names[m.key]) for floor in options.floors if (m := best(found, floor))},
+            "trace": [_row(m, names[m.key]) for m in found.measurements],
+        }
+
+
+def best(found: Found, floor: float) -> Measurement | None:
+    """The highest ratio whose lower bound keeps the floor."""
+    return max((m for m in found.measurements if feasible(m, floor)), key=lambda m: m.cr, default=None)
+
+
+def kept(found: Found, floors: Sequence[float], limit: int) -> list[Measurement]:
+    """What is worth a thorough measurement: not beaten, and near enough to a floor that it may keep one.
+
+    Bounds from few samples are wide, so the measured quality decides here; the bounds of the second measurement count.
+    """
+    near = [m for m in found.measurements if not m.error and m.quality >= min(*made.BUCKETS, *floors)]
+    rows = front(near, made.NOMINAL_BYTES, BANDWIDTH)
+    wanted = {m.key for floor in floors if (m := best(found, floor))}
+    order = sorted(rows, key=lambda m: (m.key not in wanted, -m.cr * m.quality_low))
+    return sorted(order[:limit], key=lambda m: m.cr)
+
+
+def _row(m: Measurement, point: Point) -> dict[str, Any]:
+    numbers = {"cr": m.cr, "cr_estimate": m.cr_estimate, "quality": m.quality}
+    numbers |= {"low": m.quality_low, "high": m.quality_high, "seconds": m.seconds}
+    return {"name": point.name, "key": m.key} | {k: float(f"{v:.6g}") for k, v in numbers.items()} | _problem(m)
+
+
+def _problem(m: Measurement) -> dict[str, str]:
+    return {"error": m.error} if m.error else {}
+
+
+def journal_about(setup: Setup, model: str) -> dict[str, Any]:
+    """What a journal's figures depend on beside the pipelines."""
+    texts = blake3("\0".join(t.text for t in setup.texts).encode()).hexdigest()[:16]
+    evaluators = [spec.model_dump(mode="json") for spec in setup.evaluators]
+    return {"model": model, "texts": texts, "evaluators": evaluators, "quick": setup.quick}
+
+
+def searching(setup: Setup, samples: int) -> Setup:
+    """A setup for the search: quick evaluators and two quick timings."""
+    return replace(setup, quick=samples, lengths=(64, 512), repeats=1)

@@ -1,0 +1,71 @@
+"""Methods side by side, and what a profile chosen per workload gains."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvserve_core.artefacts import NONE
+from kvserve_core.component import ComponentSpec
+from kvserve_core.evaluation.quality import Interval
+from kvserve_core.profile import RAW_PIPELINE
+from kvserve_hf.profile.comparison import (
+    AWARE,
+    DEFAULT,
+    DUO,
+    UNIFIED,
+    Cell,
+    Workload,
+    as_json,
+    choices,
+    markdown,
+    measured,
+)
+from kvserve_hf.profile.masks import StreamingEngine
+from tiny_profile import load, setup, texts, uniform
+
+
+def cell(quality: float, cr: float) -> Cell:
+    return Cell(Interval(quality, quality - 0.01, min(1.0, quality + 0.01)), cr, 8)
+
+
+ROWS = {
+    DEFAULT: {"prose": Cell(Interval(1.0, 1.0, 1.0), 1.0, 8), "code": Cell(Interval(1.0, 1.0, 1.0), 1.0, 8)},
+    "fine": {"prose": cell(0.99, 4.0), "code": cell(0.99, 5.0)},
+    "prose": {"prose": cell(0.98, 9.0), "code": cell(0.80, 9.0)},
+    "coarse": {"prose": cell(0.90, 20.0), "code": cell(0.97, 12.0)},
+}
+
+
+def test_unified_keeps_the_floor_everywhere_and_aware_on_each_workload() -> None:
+    found = choices(ROWS, ["fine", "prose", "coarse"], 0.95)
+    assert {w: c.profile for w, c in found[UNIFIED].items()} == {"prose": "fine", "code": "fine"}
+    assert {w: c.profile for w, c in found[AWARE].items()} == {"prose": "prose", "code": "coarse"}
+    assert found[AWARE]["code"].cr == 12.0
+
+
+def test_where_nothing_keeps_the_floor_nothing_is_compressed() -> None:
+    found = choices(ROWS, ["coarse"], 0.99)
+    assert {c.profile for row in found.values() for c in row.values()} == {DEFAULT}
+
+
+def test_real_rows_over_two_workloads() -> None:
+    engine = load(setup().model)
+    spec = ComponentSpec(name="continuation", configuration={"prompt_tokens": 60, "continuation_tokens": 20})
+    workloads = [Workload(kind, spec, tuple(t for t in texts(4) if t.kind == kind)) for kind in ("prose", "code")]
+    duo = StreamingEngine(engine, {(0, 0), (1, 0), (2, 1)}, sinks=2, recent=8)
+    duo.tokenize = engine.tokenize  # type: ignore[method-assign]  # a model without a tokenizer
+    said: list[str] = []
+    pipelines = {DEFAULT: RAW_PIPELINE, "four": uniform(4, layer_block=3).spec}
+    rows = measured(engine, workloads, pipelines, NONE, duo, said.append)
+    assert list(rows) == [DEFAULT, "four", DUO]
+    assert said[0] == "prose, default"
+    assert len(said) == 6
+    assert rows[DEFAULT]["code"].quality.mean == pytest.approx(1.0, abs=1e-6)
+    assert rows["four"]["code"].cr > 1.0 > rows["four"]["code"].quality.mean
+    assert rows[DUO]["prose"].cr == pytest.approx(duo.ratio(60))
+    assert rows[DUO]["prose"].quality.mean < 1.0
+    assert engine.held == duo.held == ()
+    text = markdown(rows)
+    assert text.splitlines()[0] == "| method | prose | code |"
+    assert "100.0 [" in text
+    assert set(as_json(rows)["four"]["code"]) == {"quality", "low", "high", "cr", "samples"}

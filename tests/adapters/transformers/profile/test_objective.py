@@ -1,0 +1,94 @@
+"""Measuring candidates on a tiny model."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from kvserve_core.errors import KVServeError
+from kvserve_core.evaluation.quality import Interval
+from kvserve_core.evaluator import Evaluation, Share
+from kvserve_core.profiling.executor import Processes
+from kvserve_core.profiling.work import MEASURE
+from kvserve_hf.profile.judge import harshest, judged
+from kvserve_hf.profile.objective import CPU_S
+from tiny_profile import objective, uniform
+
+
+def test_a_finer_pipeline_is_better_and_larger() -> None:
+    asked = objective()
+    coarse, fine = asked.measure([uniform(4, layer_block=3), uniform(64, layer_block=3)])
+    assert coarse.quality < fine.quality <= 1.0
+    assert coarse.cr > fine.cr > 1.0
+    assert coarse.quality_low <= coarse.quality <= coarse.quality_high
+    assert (coarse.samples, coarse.key) == (4, uniform(4, layer_block=3).key)
+    assert coarse.seconds > 0
+    assert coarse.metrics[CPU_S][0] > 0
+    assert coarse.encode.s_per_byte > 0
+    assert coarse.metrics["continuation.samples@code"] == (2, 2, 2)
+    asked.close()
+    assert asked.engine.held == ("profile",)
+
+
+def test_estimates_are_near_to_full_frames_and_keep_their_order() -> None:
+    asked = objective()
+    points = [uniform(levels, codec, layer_block=3) for levels in (4, 16, 64) for codec in ("bitpack", "zstd")]
+    measured = [next(iter(asked.measure([p]))) for p in points]
+    asked.close()
+    assert [m.cr_estimate for m in measured] == [asked.estimate(p) for p in points]
+    order = sorted(range(len(points)), key=lambda i: measured[i].cr)
+    assert order[0] in (4, 5)
+    assert order[-1] in (0, 1)
+    # The header of a frame is a large part of 60 tokens of a tiny model; its size is what differs.
+    assert all(0.5 < m.cr_estimate / m.cr < 1.2 for m in measured)
+
+
+def test_protected_layers_count_in_full() -> None:
+    asked = objective()
+    plain, held = (asked.estimate(uniform(4, layer_block=1, **more)) for more in ({}, {"raw_layers": [0, 1]}))
+    assert held < plain
+    asked.close()
+
+
+def test_what_the_model_refuses_is_an_answer_and_not_the_end() -> None:
+    asked, wrong = objective(), uniform(4, raw_layers=[40])
+    (found,) = asked.measure([wrong])
+    assert "layer 40" in found.error
+    assert found.key == wrong.key
+    with pytest.raises(KVServeError, match="layer 40"):
+        asked.estimate(wrong)
+    asked.close()
+
+
+def test_it_travels_to_worker_processes_and_says_the_same_there() -> None:
+    here = objective()
+    again = pickle.loads(pickle.dumps(here))
+    assert again.setup == here.setup
+    point = uniform(16, layer_block=3)
+    (mine,) = here.measure([point])
+    with Processes(objective(), 1) as workers:
+        ((_, theirs),) = workers.run(MEASURE, [point])
+    assert (theirs.error, theirs.cr, theirs.metrics["continuation.kl"]) == (
+        "",
+        mine.cr,
+        mine.metrics["continuation.kl"],
+    )
+    here.close()
+
+
+def test_the_evaluator_that_proves_most_decides() -> None:
+    sure, few = Interval(0.985, 0.98, 0.99), Interval(1.0, 0.7, 1.0)
+    assert harshest({"continuation": sure, "passkey": few}) == sure
+    broken = Interval(0.2, 0.1, 0.4)
+    assert harshest({"continuation": sure, "passkey": broken}) == broken
+
+
+def test_figures_are_named_after_their_evaluator_and_have_no_infinity() -> None:
+    inf = float("inf")
+    kl = Interval(0.01, -inf, inf)
+    found = Evaluation(Interval(0.99, 0.0, 1.0), 1, {"kl": kl}, {"code": Share(Interval(0.99, 0.9, 1.0), 1)})
+    quality, metrics = judged({"continuation": found})
+    assert quality == found.quality
+    assert metrics["continuation.kl"] == (0.01, -1e9, 1e9)
+    assert metrics["continuation.quality@code"] == (0.99, 0.9, 1.0)
