@@ -1,0 +1,156 @@
+"""Cells of prompts that this rank puts into the store: read from their blocks by the session's encode thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvserve_core.errors import TransferCancelled
+from kvserve_core.policy import Outcome
+from kvserve_core.session import Event, Failed, Freed, Producer
+from kvserve_core.session.coverage import clip, cut
+from kvserve_core.spec import SEGMENT_TOKENS, LayerGroup, Region
+from kvserve_vllm.metadata import Blocks, WorkerReport
+from kvserve_vllm.placement import Placement
+from kvserve_vllm.prefix_meta import PrefixStore, PrefixStored
+
+log = logging.getLogger(__name__)
+Fence = Callable[[], Event | None]
+
+
+@dataclass
+class Cell:
+    """One cell on its way. kept: copies of what the engine lets go of before it is encoded, under ``lock``."""
+
+    req_id: str
+    start: int
+    blocks: Blocks
+    kept: list[tuple[Region, Tensor]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+
+
+class PrefixWriter:
+    """Publishes cells; a request's blocks are needed until all of its cells are written. rank: of this worker."""
+
+    def __init__(self, placement: Placement, rank: int, fence: Fence) -> None:
+        self._placement, self._rank, self._fence = placement, rank, fence
+        self._cells: dict[str, Cell] = {}
+        self._by_request: dict[str, set[str]] = {}
+        self._finished: set[str] = set()
+        self._producer: Producer | None = None
+
+    def attach(self, producer: Producer) -> None:
+        """The session to drive: it is made after this object, whose ``gather`` it takes."""
+        self._producer = producer
+
+    @property
+    def held(self) -> int:
+        """Requests whose blocks may still be needed."""
+        return len(self._by_request)
+
+    def gather(self, name: str, at: Region) -> Tensor:
+        """A region of a cell, ``[L, H, T, D]``. Called from the encode thread.
+
+        Raises:
+            TransferCancelled: the engine took the blocks back.
+        """
+        cell = self._cells.get(name)
+        if cell is None:
+            raise TransferCancelled(f"the cell {name!r} is no longer stored")
+        with cell.lock:
+            if cell.closed:
+                raise TransferCancelled(f"the engine took back the blocks of cell {name!r}")
+            for kept_at, x in cell.kept:
+                if clip(at, kept_at) == at:
+                    return cut(x, kept_at, at).contiguous()
+            return self._placement.gather(cell.blocks, at)
+
+    def store(self, orders: Iterable[PrefixStore], report: WorkerReport) -> None:
+        """The forward pass that computed these cells is queued: publish them."""
+        for order in orders:
+            self._by_request.setdefault(order.req_id, set())
+            for number, names in order.cells.items():
+                self._open(order, number * SEGMENT_TOKENS, names[self._rank], report)
+
+    def _open(self, order: PrefixStore, start: int, name: str, report: WorkerReport) -> None:
+        stop = start + SEGMENT_TOKENS
+        if name in self._cells:
+            report.prefix_stored.append(PrefixStored(name, None, "it is being stored already"))
+            return
+        try:
+            cell = Cell(order.req_id, start, order.blocks)
+            cell.kept.extend(self._copies(cell))
+            self._cells[name] = cell
+            self._session().open(name, stop, order.decision, start=start)
+        except Exception as error:  # noqa: BLE001  # a cell that is not stored is computed again another time
+            self._cells.pop(name, None)
+            report.prefix_stored.append(PrefixStored(name, None, f"{type(error).__name__}: {error}"))
+            return
+        self._by_request[order.req_id].add(name)
+        self._session().ready(name, range(start, stop), self._fence())
+
+    def _copies(self, cell: Cell) -> list[tuple[Region, Tensor]]:
+        """Sliding windows: their blocks are given to other requests while this one still runs."""
+        windows = [group for group in self._placement.kv.groups if group.window is not None]
+        regions = [at for group in windows for at in window_regions(self._placement, group, cell.start)]
+        return [(at, self._placement.gather(cell.blocks, at)) for at in regions]
+
+    def drop(self, req_ids: Iterable[str]) -> None:
+        """Give up what is not encoded yet: after this call no thread reads the blocks of these requests."""
+        for req_id in req_ids:
+            for name in list(self._by_request.get(req_id, ())):
+                self._close(name)
+                self._session().abort(name, "preempted")
+
+    def poll(self, report: WorkerReport) -> None:
+        """What the session has to tell."""
+        for event in self._session().poll():
+            match event:
+                case Freed(name):
+                    self._close(name)
+                case Failed(name, reason):
+                    report.prefix_stored.append(PrefixStored(name, None, reason))
+                case Outcome():
+                    report.prefix_stored.append(PrefixStored(event.transfer_id, event))
+
+    def finished(self, req_ids: Iterable[str], sent: set[str], offered: Callable[[str], bool]) -> set[str]:
+        """Requests whose blocks the engine may have back, each once.
+
+        req_ids: requests that finished now. sent: those of which the offering half has just let go. offered: whether
+        it still holds a request.
+        """
+        self._finished |= self._by_request.keys() & set(req_ids)
+        done = {r for r in self._finished if not self._by_request[r] and not offered(r)}
+        given = (sent - self._by_request.keys()) | done
+        self._finished -= done
+        for req_id in done:
+            del self._by_request[req_id]
+        return given
+
+    def _close(self, name: str) -> None:
+        cell = self._cells.pop(name, None)
+        if cell is None:
+            return
+        with cell.lock:
+            cell.closed = True
+            cell.kept.clear()
+        self._by_request[cell.req_id].discard(name)
+
+    def _session(self) -> Producer:
+        if self._producer is None:
+            raise TransferCancelled("this rank stores nothing")
+        return self._producer
+
+
+def window_regions(placement: Placement, group: LayerGroup, start: int) -> list[Region]:
+    """What is kept of a windowed group's part of the cell at ``start``: what the tokens after the cell can see."""
+    layers = tuple(layer for layer in group.layers if layer in placement.layers)
+    stop = start + SEGMENT_TOKENS
+    first = max(start, stop - (group.window or SEGMENT_TOKENS))
+    heads = {plane.name: placement.shard.heads(plane.num_heads) for plane in group.planes}
+    return [Region(group.id, name, layers, of_plane, first, stop) for name, of_plane in heads.items() if layers]

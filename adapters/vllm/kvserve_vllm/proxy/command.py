@@ -1,0 +1,70 @@
+"""``kvserve vllm-proxy``."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+import uvicorn
+
+from kvserve_core.errors import ConfigError
+from kvserve_core.settings import load_settings
+from kvserve_core.units import parse_duration
+from kvserve_vllm.proxy.app import Options, application
+
+Floor = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Quality floor of requests that name none; default: that of the settings."),
+]
+
+
+def vllm_proxy(
+    prefill: Annotated[list[str], typer.Option(help="URL of a prefill server; may be repeated.")],
+    decode: Annotated[list[str], typer.Option(help="URL of a decode server; may be repeated.")],
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen.")] = 8000,
+    min_quality: Floor = None,
+    prefill_timeout: Annotated[str, typer.Option(help="After it the decode server computes alone.")] = "120s",
+    health_interval: Annotated[str, typer.Option(help="Between two checks of a server.")] = "2s",
+    config: Annotated[Path | None, typer.Option(help="A settings file, instead of KVSERVE_CONFIG.")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Route requests to prefill and decode servers that run the KVServe connector of vLLM."""
+    floor = load_settings(file=config).settings.min_quality if min_quality is None else min_quality
+    options = Options(
+        tuple(_url(u, "prefill") for u in prefill),
+        tuple(_url(u, "decode") for u in decode),
+        floor,
+        _seconds(prefill_timeout, "prefill-timeout"),
+        _seconds(health_interval, "health-interval"),
+    )
+    logging.basicConfig(level=_level(log_level), format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request, health checks too
+    uvicorn.run(application(options), host=host, port=port, log_level=log_level, access_log=False, ws="none")
+
+
+def _url(text: str, option: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError(f"{text!r} is not the URL of a server; write for example http://10.0.0.5:8000", option)
+    return text.rstrip("/")
+
+
+def _seconds(text: str, option: str) -> float:
+    try:
+        seconds = parse_duration(text)
+    except ConfigError as error:
+        raise error.under(option) from None
+    if not seconds:
+        raise ConfigError(f"{text!r} must be above 0; write for example '5s'", option)
+    return seconds
+
+
+def _level(text: str) -> int:
+    levels = logging.getLevelNamesMapping()
+    if text.upper() not in levels:
+        raise ConfigError(f"{text!r} is no log level; one of debug, info, warning, error", "log-level")
+    return levels[text.upper()]

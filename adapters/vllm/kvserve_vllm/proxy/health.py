@@ -1,0 +1,56 @@
+"""Asks each server now and then whether it is healthy, and decode servers who they are."""
+
+from __future__ import annotations
+
+import logging
+from urllib.parse import urlsplit
+
+import anyio
+import httpx
+
+from kvserve_vllm.proxy.bodies import describe_body, peer_of
+from kvserve_vllm.proxy.upstream import Upstream
+
+log = logging.getLogger(__name__)
+
+
+class Health:
+    """One loop per server. A server that is out comes back here only.
+
+    every_s: between two checks of a server. timeout_s: for an answer.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, every_s: float, timeout_s: float = 5.0) -> None:
+        self._client, self._every_s, self._timeout_s = client, every_s, timeout_s
+
+    async def watch(self, server: Upstream) -> None:
+        """Until cancelled."""
+        while True:
+            await self.check(server)
+            await anyio.sleep(self._every_s)
+
+    async def check(self, server: Upstream) -> None:
+        """Once; a decode server that is well and not yet known is asked to describe itself."""
+        try:
+            answer = await self._client.get(f"{server.url}/health", timeout=self._timeout_s)
+            answer.raise_for_status()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            server.failed(error)
+            return
+        server.succeeded()
+        if server.role == "decode" and not server.asked:
+            await self._ask(server)
+
+    async def _ask(self, server: Upstream) -> None:
+        """Goodput is kept by link, so the peer is named after where it is."""
+        try:
+            models = await self._client.get(f"{server.url}/v1/models", timeout=self._timeout_s)
+            body = describe_body(models.raise_for_status().json()["data"][0]["id"])
+            answer = await self._client.post(f"{server.url}/v1/completions", json=body, timeout=self._timeout_s)
+        except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+            log.info("decode server %s was not asked to describe itself: %r", server.url, error)
+            return
+        server.asked = True
+        peer = peer_of(answer)
+        server.peer = None if peer is None else peer | {"link": urlsplit(server.url).netloc}
+        log.info("decode server %s is %s", server.url, "known" if peer else "not known to producers")

@@ -1,0 +1,128 @@
+"""What the connector does in the scheduler: route requests to the offering and the fetching half."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvserve_core.deployment import Deployment
+from kvserve_core.errors import ConfigError
+from kvserve_vllm.metadata import RankInfo, StepMeta, WorkerReport
+from kvserve_vllm.params import TransferParams, description
+from kvserve_vllm.prefix_scheduler import Prefixes
+from kvserve_vllm.scheduler.fetching import Fetching
+from kvserve_vllm.scheduler.offering import Offering
+from kvserve_vllm.scheduler.pollution import Pollution
+from kvserve_vllm.spec import ServedModel
+from kvserve_vllm.stats import StatsBuffer
+
+log = logging.getLogger(__name__)
+NOTHING = TransferParams()
+
+
+class SchedulerSide:
+    """One per engine. wait: loads end before the forward pass of the step that needs them. store: of prefixes."""
+
+    def __init__(
+        self,
+        role: Any,
+        block_sizes: list[int],
+        model: ServedModel,
+        deployment: Deployment,
+        wait: bool,
+        store: str = "",
+    ) -> None:
+        self.stats = StatsBuffer(deployment.counters)
+        self.stats.add("library_loaded", float(deployment.library is not None))
+        self._deployment = deployment
+        self._pollution = Pollution(deployment.settings.lossy_prefix_cache, block_sizes, self.stats)
+        ranks = model.tp_size * model.pp_size
+        self._offering = Offering(deployment, model, self.stats) if role.is_kv_producer else None
+        self._fetching = Fetching(model, ranks, wait, self._pollution) if role.is_kv_consumer else None
+        self._prefixes: Prefixes | None = None
+        if store:
+            self._prefixes = Prefixes(deployment, model, store, role, wait, self._pollution, self.stats)
+        self._params: dict[str, TransferParams] = {}
+        self._ranks: list[RankInfo] = []
+
+    def meet(self, ranks: Mapping[tuple[int, int], RankInfo]) -> None:
+        """The workers have opened their sessions; by (pipeline rank, tensor-parallel rank)."""
+        self._ranks = [ranks[key] for key in sorted(ranks)]
+        if self._offering is not None:
+            self._offering.meet(self._ranks)
+        if self._prefixes is not None:
+            self._prefixes.meet(self._ranks)
+
+    def bind(self, block_pool: Any) -> None:
+        """The engine's block pool."""
+        self._pollution.bind(block_pool)
+
+    def arrived(self, request: Any) -> None:
+        """A new request. What it says wrongly is logged and ignored: it is computed as without us."""
+        try:
+            params = TransferParams.parse(request.kv_transfer_params)
+        except ConfigError as error:
+            log.warning("request %r: %s; its KV is neither offered nor fetched", request.request_id, error)
+            params = NOTHING
+        self._params[request.request_id] = params
+        if params.offer and self._offering is not None:
+            self._offering.arrived(request, params)
+        if params.fetch and self._fetching is not None:
+            self._fetching.arrived(request, params)
+        if self._prefixes is not None:
+            self._prefixes.arrived(request, params)
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond the computed ones: from the peer it names, else from the store."""
+        if self._prefixes is not None and not self._params.get(request.request_id, NOTHING).fetch:
+            return self._prefixes.matched(request, computed)
+        return self._fetching.matched(request, computed) if self._fetching is not None else (0, False)
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        """Blocks are there."""
+        ids = tuple(list(group) for group in blocks.get_block_ids())
+        self._pollution.allocated(request.request_id, ids)
+        if self._fetching is not None:
+            self._fetching.allocated(request, ids, external)
+        if self._prefixes is not None:
+            self._prefixes.allocated(request, ids, external)
+
+    def plan(self, output: Any) -> StepMeta:
+        """What the workers are to do in this step."""
+        meta = StepMeta()
+        self._pollution.plan(output)
+        if self._offering is not None:
+            self._offering.plan(output, meta)
+        if self._fetching is not None:
+            self._fetching.plan(meta)
+        if self._prefixes is not None:
+            self._prefixes.plan(output, meta)
+        return meta
+
+    def learn(self, report: WorkerReport) -> None:
+        """What the workers saw."""
+        if self._offering is not None:
+            self._offering.learn(report)
+        if self._fetching is not None:
+            self._fetching.learn(report)
+        if self._prefixes is not None:
+            self._prefixes.learn(report)
+
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """``(keep its blocks, what the router gets)``."""
+        params = self._params.pop(request.request_id, NOTHING)
+        self._pollution.finished(request.request_id)
+        if self._fetching is not None:
+            self._fetching.finished(request)
+        keep, answer = self._offering.finished(request) if self._offering is not None else (False, None)
+        if answer is None and params.describe:
+            peer = next((rank.peer for rank in self._ranks if rank.peer is not None), None)
+            answer = description(peer) if peer is not None else None
+        if self._prefixes is not None and self._prefixes.finished(request):
+            keep = True
+        return keep, answer
+
+    def close(self) -> None:
+        """Nothing runs here that would not end by itself; sockets of this process are closed."""
+        self._deployment.close()

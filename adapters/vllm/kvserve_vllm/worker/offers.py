@@ -1,0 +1,189 @@
+"""Prompts whose KV this rank offers: their blocks are read by the session's encode thread until it says Freed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from kvserve_core.errors import TransferCancelled
+from kvserve_core.policy import Outcome
+from kvserve_core.session import Event, Failed, Freed, Producer
+from kvserve_core.session.coverage import clip, cut
+from kvserve_core.spec import LayerGroup, Region
+from kvserve_vllm.metadata import Blocks, Open, WorkerReport
+from kvserve_vllm.placement import Placement
+
+log = logging.getLogger(__name__)
+
+
+class Fence(Protocol):
+    """Records an event in the engine's stream; None where work is done in order anyway."""
+
+    def __call__(self) -> Event | None:
+        """Fires when everything queued so far is done."""
+
+
+@dataclass
+class Offer:
+    """One prompt. kept: copies of what the engine does not hold until it is encoded, under ``lock``."""
+
+    req_id: str
+    transfer_id: str
+    total: int
+    blocks: Blocks
+    ready: int = 0
+    freed: bool = False
+    kept: list[tuple[Region, Tensor]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+
+
+class Offers:
+    """Opens, feeds and ends offers; ``gather`` is what the producer reads with."""
+
+    def __init__(self, placement: Placement, fence: Fence) -> None:
+        self._placement, self._fence = placement, fence
+        self._by_request: dict[str, Offer] = {}
+        self._by_transfer: dict[str, Offer] = {}
+        self._finished: set[str] = set()
+        self._producer: Producer | None = None
+
+    def attach(self, producer: Producer) -> None:
+        """The session to drive: it is made after this object, whose ``gather`` it takes."""
+        self._producer = producer
+
+    @property
+    def held(self) -> int:
+        """Offers whose blocks are not free yet."""
+        return len(self._by_request)
+
+    def holds(self, req_id: str) -> bool:
+        """Whether the blocks of a request may still be needed."""
+        return req_id in self._by_request
+
+    def gather(self, transfer_id: str, at: Region) -> Tensor:
+        """A region of an offered prompt, ``[L, H, T, D]``. Called from the encode thread.
+
+        Raises:
+            TransferCancelled: the engine took the blocks back.
+        """
+        offer = self._by_transfer.get(transfer_id)
+        if offer is None:
+            raise TransferCancelled(f"transfer {transfer_id!r} is no longer offered")
+        with offer.lock:
+            if offer.closed:
+                raise TransferCancelled(f"the engine took back the blocks of transfer {transfer_id!r}")
+            for kept_at, x in offer.kept:
+                part = clip(at, kept_at)
+                if part == at:
+                    return cut(x, kept_at, at).contiguous()
+            return self._placement.gather(offer.blocks, at)
+
+    def open(self, op: Open, report: WorkerReport) -> None:
+        """Publish a prompt. A refusal is reported: the consumer will find nothing and compute the prompt."""
+        offer = Offer(op.req_id, op.transfer_id, op.total, op.blocks)
+        self._by_request[op.req_id] = self._by_transfer[op.transfer_id] = offer
+        try:
+            self._session().open(op.transfer_id, op.total, op.decision, op.peer)
+        except Exception as error:  # noqa: BLE001  # its blocks must not stay with us, whatever went wrong
+            log.warning("transfer %r is not offered: %s", op.transfer_id, error)
+            report.failed.append((op.transfer_id, f"{type(error).__name__}: {error}"))
+            self._by_transfer.pop(op.transfer_id, None)
+            offer.freed = True
+
+    def grow(self, blocks: Mapping[str, Blocks]) -> None:
+        """The engine gave these requests more blocks."""
+        for req_id, new in blocks.items():
+            if offer := self._by_request.get(req_id):
+                for table, ids in zip(offer.blocks, new, strict=True):
+                    table.extend(ids)
+
+    def advance(self, ready: Mapping[str, int]) -> None:
+        """Tokens up to these were computed by the forward pass that was just queued."""
+        for req_id, stop in ready.items():
+            offer = self._by_request.get(req_id)
+            if offer is None or offer.freed:
+                continue
+            if stop >= offer.total:
+                self._keep(offer)
+            self._session().ready(offer.transfer_id, range(offer.ready, stop), self._fence())
+            offer.ready = stop
+
+    def drop(self, reasons: Mapping[str, str]) -> None:
+        """End offers at once: after this call no thread reads their blocks."""
+        for req_id, reason in reasons.items():
+            if offer := self._by_request.get(req_id):
+                self._close(offer)
+                offer.freed = True
+                if reason == PREEMPTED:
+                    del self._by_request[req_id]
+                self._session().abort(offer.transfer_id, reason)
+
+    def poll(self, report: WorkerReport) -> None:
+        """What the session has to tell."""
+        for event in self._session().poll():
+            match event:
+                case Freed(transfer_id):
+                    if offer := self._by_transfer.get(transfer_id):
+                        self._close(offer)
+                        offer.freed = True
+                case Failed(transfer_id, reason):
+                    report.failed.append((transfer_id, reason))
+                case Outcome():
+                    report.outcomes.append(event)
+
+    def finished(self, req_ids: Iterable[str]) -> set[str]:
+        """Of the requests that finished now or before: those whose blocks the engine may have back."""
+        self._finished |= self._by_request.keys() & set(req_ids)
+        done = {req_id for req_id in self._finished if self._by_request[req_id].freed}
+        self._finished -= done
+        for req_id in done:
+            del self._by_request[req_id]
+        return done
+
+    def _close(self, offer: Offer) -> None:
+        with offer.lock:
+            offer.closed = True
+            offer.kept.clear()
+        self._by_transfer.pop(offer.transfer_id, None)
+
+    def _keep(self, offer: Offer) -> None:
+        """Copy what the engine frees or overwrites once the prompt is done: windows and state.
+
+        Blocks that fall out of a window are given to other requests while the request still runs, and a state goes on
+        with the next token.
+        """
+        groups = [g for g in self._placement.kv.groups if g.window is not None or g.unit == "state"]
+        with offer.lock:
+            for group in groups:
+                offer.kept.extend(self._copy(offer, group, plane.name) for plane in group.planes)
+
+    def _copy(self, offer: Offer, group: LayerGroup, plane: str) -> tuple[Region, Tensor]:
+        at = kept_region(self._placement, group, plane, offer.total)
+        x = self._placement.gather(offer.blocks, at)
+        if at.start > 0:
+            x[:, :, 0] = 0  # in the region, but no query sees it: its block may be another request's by now
+        return at, x
+
+    def _session(self) -> Producer:
+        if self._producer is None:
+            raise TransferCancelled("this rank offers nothing")
+        return self._producer
+
+
+PREEMPTED = "preempted"
+"""The reason of a drop whose request lives on; any other is the end of the request."""
+
+
+def kept_region(placement: Placement, group: LayerGroup, plane: str, total: int) -> Region:
+    """All of a group's plane on this rank that is ever sent of a prompt of ``total`` tokens."""
+    layers = tuple(layer for layer in group.layers if layer in placement.layers)
+    heads = placement.shard.heads(group.plane(plane).num_heads)
+    if group.unit == "state":
+        return Region(group.id, plane, layers, heads, 0, 1)
+    return Region(group.id, plane, layers, heads, max(0, total - (group.window or total)), total)

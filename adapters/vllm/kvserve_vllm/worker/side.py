@@ -1,0 +1,165 @@
+"""What a worker does in a step, in the order the engine calls it. Exceptions never leave: they are logged, counted."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+from kvserve_core.deployment import Deployment
+from kvserve_core.session import Consumer, Event, Producer
+from kvserve_core.transport import Endpoint
+from kvserve_vllm import compat
+from kvserve_vllm.metadata import Profile, RankInfo, StepMeta, WorkerReport
+from kvserve_vllm.placement import Placement
+from kvserve_vllm.prefix_keys import kv_scales
+from kvserve_vllm.prefix_worker import PrefixWorker
+from kvserve_vllm.self_test import check_layers
+from kvserve_vllm.spec import ServedModel, layer_cache
+from kvserve_vllm.stats import StatsBuffer
+from kvserve_vllm.worker.loads import Ended, Loads
+from kvserve_vllm.worker.offers import Offers
+
+log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """Sessions of one rank over its registered caches. store: the name of the store of prefixes, if any."""
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, model: ServedModel, deployment: Deployment, store: str = ""
+    ) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._model, self._deployment, self._store = model, deployment, store
+        self._role = vllm_config.kv_transfer_config
+        self._shard = model.shard(get_tensor_model_parallel_rank(), get_pp_group().rank_in_group)
+        self._producer: Producer | None = None
+        self._consumer: Consumer | None = None
+        self._info: RankInfo | None = None
+        self._report = WorkerReport()
+        self.offers: Offers | None = None
+        self.loads: Loads | None = None
+        self.prefix: PrefixWorker | None = None
+        self.stats = StatsBuffer(deployment.counters)
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Find out how the engine keeps KV, prove it, and open the sessions.
+
+        Raises:
+            UnsupportedSpecError: a layout that is not known, or not what it seemed.
+        """
+        placement, modules = self._placement(kv_caches)
+        check_layers(placement, modules, self._kv_cache_config.num_blocks)
+        device = next(iter(next(iter(placement.layers.values())).views.values())).device
+        self._device = device
+        endpoint, profiles = None, {}
+        if self._role.is_kv_producer:
+            endpoint, profiles = self._open_producer(placement, device)
+        if self._role.is_kv_consumer:
+            self._open_consumer(placement, device)
+        if self._store:
+            self.prefix = PrefixWorker(self._deployment, self._store, placement, self._model, self.stats)
+            self.prefix.open(self._role, device, self._fence)
+        peer = self._consumer.peer if self._consumer else None
+        self._info = RankInfo(endpoint, profiles, peer, kv_scales(self._model.layers, modules))
+
+    def _placement(self, kv_caches: Mapping[str, Any]) -> tuple[Placement, dict[str, Any]]:
+        modules = self._vllm_config.compilation_config.static_forward_context
+        caches = {}
+        for stored in self._model.layers:
+            if stored.name in kv_caches:
+                cache = kv_caches[stored.name]
+                on_cpu = not isinstance(cache, list | tuple) and cache.device.type == "cpu"
+                isa = compat.cpu_isa(modules.get(stored.name)) if on_cpu else None
+                caches[stored.layer] = layer_cache(stored, cache, self._model, self._kv_cache_config.num_blocks, isa)
+        return Placement(self._model.kv, self._shard, caches), modules
+
+    def _open_producer(self, placement: Placement, device: torch.device) -> tuple[Endpoint, dict[str, Profile]]:
+        pipelines = self._deployment.pipelines(self._shard, device)
+        self.offers = Offers(placement, self._fence)
+        self._producer = self._deployment.producer(pipelines, self.offers.gather)
+        self.offers.attach(self._producer)
+        profiles = {name: Profile(tuple(p.chains), frozenset(p.used_artefacts)) for name, p in pipelines.items()}
+        return Endpoint(self._deployment.transport().address, self._shard), profiles
+
+    def _open_consumer(self, placement: Placement, device: torch.device) -> None:
+        self.loads = Loads(placement, self._deployment.settings.deadline)
+        self._consumer = self._deployment.consumer(
+            self._shard, self.loads.scatter, device, everyone=self._model.everyone(), link=socket.gethostname()
+        )
+        self.loads.attach(self._consumer)
+
+    def _fence(self) -> Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    @property
+    def info(self) -> RankInfo | None:
+        """What the scheduler must know of this rank."""
+        return self._info
+
+    def before_batch(self, meta: StepMeta) -> None:
+        """Before any block that a request lost can be overwritten."""
+        if self.offers is not None:
+            self.offers.drop(meta.drop)
+            self.offers.poll(self._report)
+            for op in meta.open:
+                self.offers.open(op, self._report)
+            self.offers.grow(meta.grow)
+        if self.prefix is not None:
+            self.prefix.before_batch(meta)
+
+    def load(self, meta: StepMeta) -> None:
+        """Start this step's loads."""
+        if self.loads is not None:
+            self.loads.cancel(meta.cancel)
+            self.loads.release(meta.release)
+            self.stats.loaded(self.loads.start(meta.load, self._report))
+        if self.prefix is not None:
+            self.prefix.load(meta, self._report)
+
+    def after_forward(self, meta: StepMeta) -> None:
+        """This step's tokens are computed (or queued on the GPU)."""
+        if self.offers is not None:
+            self.offers.advance(meta.ready)
+        if self.prefix is not None:
+            self.prefix.after_forward(meta, self._report)
+
+    def finished(self, req_ids: set[str]) -> tuple[set[str], Ended]:
+        """Requests whose blocks the engine may have back, and loads that ended."""
+        sent: set[str] = set()
+        ended = Ended()
+        if self.offers is not None:
+            self.offers.poll(self._report)
+            sent = self.offers.finished(req_ids)
+        if self.loads is not None:
+            self.stats.loaded(self.loads.poll(self._report))
+            ended = self.loads.ended.take()
+        if self.prefix is not None:
+            sent = self.prefix.finished(req_ids, sent, self.offers, self._report)
+            ended.join(self.prefix.ended(self._report))
+        return sent, ended
+
+    def report(self) -> WorkerReport | None:
+        """What the scheduler side learns from; None when nothing happened."""
+        if self._report.empty:
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def close(self) -> None:
+        """Stop threads, close sockets."""
+        if self.prefix is not None:
+            self.prefix.close()
+        for session in (self._producer, self._consumer):
+            if session is not None:
+                session.close()
+        self._producer = self._consumer = None
+        self._deployment.close()

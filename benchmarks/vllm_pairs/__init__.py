@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks/vllm_pd.py``."""

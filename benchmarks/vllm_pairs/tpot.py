@@ -1,0 +1,57 @@
+"""How much a running answer slows down while other requests fetch."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from servers import Process
+
+from vllm_pairs.clients import Clients
+
+FETCHERS = 4
+ENCODED_S = 3.0
+"""The prefill server is left to encode first: here it has the decode server's cores, in service its own."""
+
+
+def measure_tpot(clients: Clients, prefill: Process, link: str, rounds: int) -> dict[str, Any]:
+    """Median gap between tokens of one answer while others fetch, over the median while none does."""
+    gaps: dict[str, list[float]] = {"quiet": [], "kvserve": [], "raw": []}
+    for _ in range(rounds):
+        gaps["quiet"] += _tpot(clients, [])
+        for way in ("kvserve", "raw"):
+            peer = clients.known(link, raw=way == "raw")
+            waiting = [(p, clients.offered(prefill, p, peer)) for p in itertools.islice(clients.prompts, FETCHERS)]
+            time.sleep(ENCODED_S)
+            gaps[way] += _tpot(clients, waiting)
+    medians = {way: statistics.median(each) for way, each in gaps.items()}
+    return {
+        "tpot_s": {way: round(value, 5) for way, value in medians.items()},
+        "ratio": {way: round(medians[way] / medians["quiet"], 4) for way in ("kvserve", "raw")},
+        "gaps": {way: len(each) for way, each in gaps.items()},
+        "fetches_at_once": FETCHERS,
+    }
+
+
+def _tpot(clients: Clients, waiting: Sequence[tuple[list[int], Mapping[str, Any]]]) -> list[float]:
+    """Gaps of a running answer from its fifth token on, until its end or until the first fetch is through."""
+    first: list[float] = []
+    started = time.perf_counter()
+
+    def fetch(prompt: list[int], params: Mapping[str, Any]) -> None:
+        clients.gaps(prompt, 1, params)
+        first.append(time.perf_counter() - started)
+
+    threads = [threading.Thread(target=fetch, args=each) for each in waiting]
+    for thread in threads:
+        thread.start()
+    times = clients.gaps(next(clients.prompts)[:64], 64)
+    for thread in threads:
+        thread.join()
+    until = min(first, default=times[-1])
+    kept = [t for t in times if t <= until][4:]
+    return [b - a for a, b in itertools.pairwise(kept)]

@@ -1,0 +1,48 @@
+"""The same equality for sync loads, chunked prefill, sliding windows and MLA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vllm_engines import EngineProcess, external_tokens, held
+from vllm_pairs import Pair, check_equal
+
+Start = Callable[..., EngineProcess]
+CHUNKED = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "llm"),
+    [
+        pytest.param("llama", {"sync_load": True}, CHUNKED, id="sync-chunked"),
+        pytest.param("gemma3", {}, CHUNKED, id="windows-chunked"),
+        pytest.param("deepseek", {}, {"block_size": 16}, id="mla"),
+    ],
+)
+def test_tokens_are_those_of_one_engine(
+    engine_pair: Callable[..., Pair],
+    prompts: list[list[int]],
+    model: str,
+    extra: dict[str, bool],
+    llm: dict[str, int],
+) -> None:
+    check_equal(engine_pair(model, extra, llm), prompts)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU")
+def test_a_quantized_cache_goes_as_it_is_by_whole_blocks(
+    engine_pair: Callable[..., Pair], prompts: list[list[int]]
+) -> None:
+    pair = engine_pair("llama", {}, {"kv_cache_dtype": "fp8_e4m3"})
+    long_enough = [prompt for prompt in prompts if len(prompt) > 32]
+    expected = pair.alone(long_enough)
+    offered = pair.offers(long_enough)
+    assert [p["kvserve"]["locator"]["num_tokens"] % 32 for p in offered] == [0] * len(offered)
+    before = pair.decode.call(external_tokens)
+    assert [answer.tokens for answer in pair.answers(long_enough, offered)] == expected
+    assert pair.decode.call(external_tokens) - before == sum((len(p) - 1) // 32 * 32 for p in long_enough)
+    for engine in (pair.decode, pair.prefill):
+        assert not any(engine.call(held).values())

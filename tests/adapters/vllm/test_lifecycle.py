@@ -1,0 +1,150 @@
+"""Requests that end early or lose their blocks: nothing stays behind, and later ones are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_engines import EngineProcess, forget, generate, held, metrics, scheduler_side, settle, worker_side
+from vllm_pairs import Pair
+
+Start = Callable[..., EngineProcess]
+Prompts = list[list[int]]
+SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 64, "max_model_len": 1536}
+
+DELIVERED = "kvserve:transfers{ok=true,side=producer}"
+
+
+@pytest.fixture(scope="module")
+def both(start: Start, folders: dict[str, Path]) -> EngineProcess:
+    """One engine that offers and fetches, with a cache of 64 blocks and a slow link."""
+    slow = {"transport": {"tcp": {"max_bandwidth": "8Mbps"}}}
+    return start(folders["llama"], "kv_both", extra=slow, llm=SMALL)
+
+
+def add(llm: Any, prompt: list[int], name: str, params: dict[str, Any] | None, max_tokens: int) -> None:
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": params} if params else None
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
+
+def abort_while_loading(llm: Any, prompt: list[int], params: dict[str, Any]) -> int:
+    """How many loads were in flight when the request was aborted."""
+    add(llm, prompt, "gone", params, 4)
+    for _ in range(3):
+        llm.llm_engine.step()
+    active = worker_side(llm).loads.active
+    llm.llm_engine.abort_request(["gone"])
+    settle(llm)
+    return int(active)
+
+
+def abort_while_prefilling(llm: Any, prompt: list[int]) -> int:
+    """How many tokens had been announced when the request was aborted."""
+    add(llm, prompt, "gone", {"do_remote_decode": True}, 1)
+    for _ in range(4):
+        llm.llm_engine.step()
+    wanted = scheduler_side(llm)._offering._wanted
+    announced = max(w.announced for w in wanted.values())
+    llm.llm_engine.abort_request(["gone"])
+    settle(llm)
+    return int(announced)
+
+
+def long_answers(llm: Any, prompts: Prompts, params: list[Any]) -> tuple[list[Any], int]:
+    """Answers of 200 tokens and how often a request was preempted meanwhile."""
+
+    def preemptions() -> int:
+        return int(sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
+
+    before = preemptions()
+    answers = generate(llm, prompts, 200, params)
+    return answers, preemptions() - before
+
+
+def test_an_abort_while_kv_is_on_its_way(both: EngineProcess, prompts: Prompts) -> None:
+    pair = Pair(both, both)
+    offered = pair.offers([prompts[7]])[0]
+    both.call(settle)
+    assert both.call(forget)
+    assert both.call(abort_while_loading, prompts[7], offered) == 1
+    found = both.call(held)
+    assert (found["blocks"], found["loads"], found["fetches"], found["loading"]) == (0, 0, 0, 0)
+
+
+def test_an_abort_while_the_prompt_is_computed(both: EngineProcess, prompts: Prompts) -> None:
+    assert both.call(forget)
+    assert 0 < both.call(abort_while_prefilling, prompts[7]) < len(prompts[7]) - 1
+    assert not any(both.call(held).values())
+
+
+def test_requests_that_lose_their_blocks_are_offered_anew(both: EngineProcess, prompts: Prompts) -> None:
+    """Four prompts of 450 tokens and answers of 200 do not fit into 64 blocks: some are preempted, and resumed."""
+    batch = [prompts[7][i * 300 : i * 300 + 450] for i in range(4)]
+    expected = [both.call(generate, [prompt], 200)[0].tokens for prompt in batch]
+    assert both.call(forget)
+    answers, preempted = both.call(long_answers, batch, [{"do_remote_decode": True}] * 4)
+    assert preempted > 0
+    assert [a.tokens for a in answers] == expected
+    ids = [a.params["kvserve"]["locator"]["transfer_id"] for a in answers]
+    assert any("." in name for name in ids)  # a second offer has an id of its own
+    both.call(settle)
+    assert both.call(forget)
+    again, _ = both.call(long_answers, batch, [a.params for a in answers])
+    assert [a.tokens for a in again] == expected
+    assert not any(both.call(held).values())
+
+
+def test_outcomes_reach_the_controller_and_the_metrics(both: EngineProcess, prompts: Prompts) -> None:
+    pair = Pair(both, both)
+    offered = pair.offers([prompts[5]])
+    assert both.call(forget)  # this engine is both sides: it would answer from its own cache
+    before = both.call(metrics)
+    pair.answers([prompts[5]], offered, 2)
+    after = both.call(metrics)
+    for _ in range(50):
+        both.call(generate, [prompts[0]], 2)  # the producer's report comes with some later step
+        after = both.call(metrics)
+        if after.get(DELIVERED, 0.0) > before.get(DELIVERED, 0.0):
+            break
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    raw = (len(prompts[5]) - 1) * 3 * 2 * 2 * 64 * 4
+    assert grown("kvserve:raw_bytes{}") == 2 * raw  # this engine is both sides
+    assert grown("kvserve:wire_bytes{}") > 0
+    assert grown("kvserve:external_tokens{}") == len(prompts[5]) - 1
+    assert grown(DELIVERED) == grown("kvserve:transfers{ok=true,side=consumer}") == 1
+    for name in ("compression_ratio", "encode_seconds", "transfer_seconds", "decode_seconds", "load_seconds"):
+        assert grown(f"kvserve:{name}{{}}") >= 1
+    assert sum(v for k, v in after.items() if k.startswith("kvserve:decisions{")) > 0
+    assert after["kvserve:library_loaded{}"] == 0.0
+    links = [v for k, v in after.items() if k.startswith("kvserve:goodput_bytes_per_second{")]
+    assert len(links) == 1
+    assert 1e5 < links[0] < 1.25e9  # moved off the prior of 10 Gbps, towards the 1 MB/s of this link
+
+
+def close_connector(llm: Any) -> tuple[int, list[str]]:
+    """kvserve's threads before the connector is shut down, and the names of those that are left."""
+    import threading
+
+    def ours() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvserve")]
+
+    before = len(ours())
+    scheduler_side(llm).close()
+    worker_side(llm).close()
+    return before, ours()
+
+
+def test_shutting_down_ends_every_thread(both: EngineProcess) -> None:
+    """Last: the engine has no connector after it."""
+    before, after = both.call(close_connector)
+    assert before > 0
+    assert after == []

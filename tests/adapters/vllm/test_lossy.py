@@ -1,0 +1,157 @@
+"""A lossy profile of the shipped library on a real model: as good as it says, and not left in the prefix cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve_core.errors import KVServeError
+from kvserve_core.library import ProfileLibrary
+from kvserve_hf.convert import smollm2
+from kvserve_hf.texts import load_text, pinned_texts
+from vllm_engines import EngineProcess, external_tokens, forget, generate, held, metrics
+from vllm_pairs import Pair
+
+Start = Callable[..., EngineProcess]
+PROFILE = "klt-0.3"
+SEEN = (240, 300, 380, 420)
+"""How many tokens of a text are given before the one that is judged: beyond a cell, and off every boundary."""
+TOP = 200
+"""Log-probabilities compared by themselves; what is left is one more outcome."""
+LLM = {"dtype": "bfloat16", "max_logprobs": TOP, "max_model_len": 1024}
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    return Path(str(files("kvserve_hf").joinpath("smollm2-135m.kvlib")))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2(), local_files_only=True)
+    found = []
+    for pin in pinned_texts():
+        try:
+            found.append(tokenizer(load_text(pin, allow_unpinned=True).text)["input_ids"][: max(SEEN) + 1])
+        except KVServeError:
+            continue  # its package is not in this environment
+    assert len(found) >= 8
+    return found[:8]
+
+
+@pytest.fixture(scope="module")
+def prefill(start: Start, library: Path) -> EngineProcess:
+    policy = {"name": "static", "configuration": {"profile": PROFILE}}
+    extra = {"library": str(library), "policy": policy, "min_quality": 0.9, "peers": {"accept": "any"}}
+    return start(smollm2(), "kv_producer", extra=extra, llm=LLM)
+
+
+@pytest.fixture(scope="module")
+def decode(start: Start, library: Path) -> EngineProcess:
+    return start(smollm2(), "kv_consumer", extra={"library": str(library)}, llm=LLM)
+
+
+def kl(reference: Mapping[int, float], test: Mapping[int, float]) -> float:
+    """KL over the tokens that both lists name, and the rest as one outcome."""
+    both = reference.keys() & test.keys()
+    total = sum(math.exp(reference[t]) * (reference[t] - test[t]) for t in both)
+    rest_p = max(1e-9, 1 - sum(math.exp(reference[t]) for t in both))
+    rest_q = max(1e-9, 1 - sum(math.exp(test[t]) for t in both))
+    return total + rest_p * math.log(rest_p / rest_q)
+
+
+def next_tokens(engine: EngineProcess, prompts: Sequence[list[int]], params: Any) -> list[dict[int, float]]:
+    return [answer.logprobs[0] for answer in engine.call(generate, prompts, 1, params, TOP)]
+
+
+def test_top_1_and_likelihood_are_within_the_declared_quality(
+    prefill: EngineProcess,
+    decode: EngineProcess,
+    texts: list[list[int]],
+    library: Path,
+) -> None:
+    pair = Pair(prefill, decode)
+    prompts = [text[:seen] for text in texts for seen in SEEN]
+    judged = [text[seen] for text in texts for seen in SEEN]
+    decode.call(forget)
+    exact = next_tokens(decode, prompts, None)
+    assert decode.call(forget)
+    offered = pair.offers(prompts)
+    assert {p["kvserve"]["locator"]["profile"] for p in offered} == {PROFILE}
+    before = decode.call(external_tokens)
+    lossy = next_tokens(decode, prompts, offered)
+    assert decode.call(external_tokens) > before
+    record = ProfileLibrary.load(library).profile(PROFILE).quality_for("default")
+    pairs = list(zip(exact, lossy, strict=True))
+    quality = sum(math.exp(-max(0.0, kl(a, b))) for a, b in pairs) / len(pairs)
+    top1 = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in pairs) / len(pairs)
+    named = [(a[t], b[t]) for (a, b), t in zip(pairs, judged, strict=True) if t in a and t in b]
+    more_nats = sum(a - b for a, b in named) / len(named)
+    assert any(a != b for a, b in pairs)  # it is lossy
+    found = f"exp(-KL) {quality:.4f}, declared {record.lower:.4f}; top-1 {top1:.3f}; dNLL {more_nats:.4f} nats"
+    assert quality >= record.lower - 0.005, found  # 32 places against the thousands that were measured
+    assert top1 >= 0.9, found
+    assert more_nats <= 0.02, found
+
+
+def test_lossy_kv_is_not_left_in_the_prefix_cache(
+    prefill: EngineProcess, decode: EngineProcess, texts: list[list[int]]
+) -> None:
+    pair = Pair(prefill, decode)
+    prompt = texts[0][:400]
+    decode.call(forget)
+    exact = decode.call(generate, [prompt], 40, None, TOP)[0]
+    assert decode.call(forget)
+    lossy = decode.call(generate, [prompt], 40, pair.offers([prompt]), TOP)[0]
+    assert lossy.logprobs[0] != exact.logprobs[0]
+    longer = [*prompt, *lossy.tokens]  # would take the decoded blocks too
+    again = decode.call(generate, [prompt, longer], 8, None, TOP)
+    assert again[0].logprobs[0] == exact.logprobs[0]
+    assert decode.call(forget)
+    assert decode.call(generate, [longer], 8, None, TOP)[0].tokens == again[1].tokens
+    assert not any(decode.call(held).values())
+
+
+def test_where_it_is_allowed_the_lossy_tokens_are_counted(
+    start: Start, prefill: EngineProcess, texts: list[list[int]], library: Path
+) -> None:
+    extra = {"library": str(library), "lossy_prefix_cache": "allow"}
+    pair = Pair(prefill, start(smollm2(), "kv_consumer", extra=extra, llm=LLM))
+    prompt = texts[1][:400]
+    lossy = pair.answers([prompt], pair.offers([prompt]), 4)[0]
+    again = pair.decode.call(generate, [prompt], 4)[0]
+    assert again.tokens == lossy.tokens
+    pair.decode.call(generate, [texts[2][:40]], 2)
+    assert pair.decode.call(metrics)["kvserve:lossy_cache_tokens{}"] == 384  # twelve whole blocks of 32
+
+
+def test_a_consumer_without_the_library_computes_the_prompt(
+    start: Start, prefill: EngineProcess, texts: list[list[int]]
+) -> None:
+    pair = Pair(prefill, start(smollm2(), "kv_consumer", llm=LLM))
+    prompt = texts[3][:400]
+    expected = pair.alone([prompt])
+    assert pair.disaggregated([prompt]) == expected
+    assert pair.decode.call(metrics)["kvserve:fallbacks{rung=recompute}"] == 1
+    assert not any(pair.decode.call(held).values())
+
+
+def test_a_peer_that_names_itself_is_only_sent_what_it_reads(
+    start: Start, prefill: EngineProcess, texts: list[list[int]]
+) -> None:
+    pair = Pair(prefill, start(smollm2(), "kv_consumer", llm=LLM))
+    described = pair.decode.call(generate, [texts[4][:8]], 1, [{"kvserve": {"describe": True}}])[0].params
+    offered = pair.offers([texts[4][:400]], {"peer": described["kvserve"]["peer"]})
+    assert offered[0]["kvserve"]["locator"]["profile"] == "raw"
+    expected = pair.alone([texts[4][:400]])
+    before = pair.decode.call(external_tokens)
+    assert [a.tokens for a in pair.answers([texts[4][:400]], offered)] == expected
+    assert pair.decode.call(external_tokens) - before == 399

@@ -1,0 +1,150 @@
+"""Offers over real blocks and a real producer, without an engine: what may be read, until when, and who is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve_core.errors import TransferCancelled
+from kvserve_core.pipeline import Pipeline
+from kvserve_core.policy import Decision, ServiceContext
+from kvserve_core.profile import LOSSLESS_PIPELINE
+from kvserve_core.registry import default_registry
+from kvserve_core.session import Producer
+from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, Region, whole
+from kvserve_vllm.layout import Cell, dense
+from kvserve_vllm.metadata import Load, Open, WorkerReport
+from kvserve_vllm.placement import LayerCache, Placement
+from kvserve_vllm.worker.loads import Loads
+from kvserve_vllm.worker.offers import PREEMPTED, Offers
+
+HEADS, DIM, TOKENS, BLOCKS, WINDOW = 2, 8, 16, 40, 24
+PLANES = tuple(PlaneSpec(name, HEADS, (PlanePart(name, DIM),), DType.F32) for name in ("k", "v"))
+KV = KVSpec("test", (LayerGroup(0, (0, 2), PLANES), LayerGroup(1, (1,), PLANES, WINDOW)))
+TOTAL = 300
+DECISION = Decision("lossless", "test", ServiceContext(1), 1e9)
+
+
+def placed() -> tuple[Placement, list[Tensor]]:
+    """Layers 0 and 2 in pool 0, layer 1 in pool 1."""
+    caches = [torch.randn(BLOCKS, HEADS, TOKENS, 2 * DIM) for _ in range(3)]
+    cell = Cell(HEADS, DIM, DIM)
+    layers = {i: LayerCache(str(i), i % 2, TOKENS, dense(cache, cell)) for i, cache in enumerate(caches)}
+    return Placement(KV, whole(KV), layers), caches
+
+
+def tables() -> tuple[list[int], list[int]]:
+    return list(range(1, 20)), list(range(20, 39))
+
+
+@pytest.fixture
+def offers() -> Iterator[Offers]:
+    registry = default_registry()
+    placement, _ = placed()
+    made = Offers(placement, lambda: None)
+    pipelines = {"lossless": Pipeline.build(LOSSLESS_PIPELINE, KV, whole(KV))}
+    transport = registry.create("transport", {"name": "memory"})
+    producer = Producer(pipelines, transport, made.gather)
+    made.attach(producer)
+    yield made
+    producer.close()
+    transport.close()
+
+
+def opened(req_id: str = "r", transfer_id: str = "t") -> Open:
+    return Open(req_id, transfer_id, TOTAL, DECISION, None, tables())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def finished(offers: Offers, ids: set[str]) -> set[str]:
+    offers.poll(WorkerReport())
+    return offers.finished(ids)
+
+
+def test_blocks_are_given_back_once_encoded_and_not_before_the_request_ends(offers: Offers) -> None:
+    report = WorkerReport()
+    offers.open(opened(), report)
+    offers.advance({"r": 256})
+    assert finished(offers, {"r"}) == set()
+    offers.advance({"r": TOTAL})
+    done: set[str] = set()
+    until(lambda: bool(done.update(finished(offers, set())) or done))
+    assert done == {"r"}
+    assert offers.held == 0
+    assert report.empty
+
+
+def test_a_request_that_is_not_ours_is_never_reported(offers: Offers) -> None:
+    assert finished(offers, {"stranger"}) == set()
+
+
+def test_a_refused_offer_gives_its_blocks_back_and_says_so(offers: Offers) -> None:
+    report = WorkerReport()
+    offers.open(opened("a"), report)
+    offers.open(opened("b"), report)  # the same transfer id
+    assert report.failed[0][0] == "t"
+    assert "already open" in report.failed[0][1]
+    assert finished(offers, {"b"}) == {"b"}
+
+
+def test_after_a_drop_nobody_reads_the_blocks(offers: Offers) -> None:
+    offers.open(opened(), WorkerReport())
+    offers.drop({"r": "the request ended"})
+    with pytest.raises(TransferCancelled):
+        offers.gather("t", Region(0, "k", (0,), (0,), 0, 16))
+    assert finished(offers, {"r"}) == {"r"}
+
+
+def test_a_preempted_request_is_forgotten_until_it_is_offered_anew(offers: Offers) -> None:
+    offers.open(opened(), WorkerReport())
+    offers.drop({"r": PREEMPTED})
+    assert offers.held == 0
+    offers.open(opened(transfer_id="t.1"), WorkerReport())
+    offers.advance({"r": TOTAL})
+    done: set[str] = set()
+    until(lambda: bool(done.update(finished(offers, {"r"})) or done))
+    assert done == {"r"}
+
+
+def test_a_window_is_kept_when_the_engine_takes_its_blocks(offers: Offers) -> None:
+    """Its blocks are overwritten right after the last step; the first token of the region is nobody's to read."""
+    placement = offers._placement
+    at = Region(1, "v", (1,), (0, 1), TOTAL - WINDOW, TOTAL)
+    want = placement.gather(tables(), at)
+    offers.open(opened(), WorkerReport())
+    offers._by_transfer["t"].ready = TOTAL
+    offers._keep(offers._by_transfer["t"])
+    placement.layers[1].views["v"].fill_(7.0)
+    got = offers.gather("t", at)
+    assert torch.equal(got[:, :, 1:], want[:, :, 1:])
+    assert int(got[:, :, 0].abs().sum()) == 0
+    part = Region(1, "v", (1,), (1,), TOTAL - 9, TOTAL - 2)
+    assert torch.equal(offers.gather("t", part), want[:, 1:, WINDOW - 9 : WINDOW - 2])
+
+
+def test_growing_blocks_are_appended_by_pool(offers: Offers) -> None:
+    offers.open(Open("r", "t", TOTAL, DECISION, None, ([1], [2])), WorkerReport())
+    offers.grow({"r": ([3, 4], [5]), "stranger": ([1], [1])})
+    assert offers._by_request["r"].blocks == ([1, 3, 4], [2, 5])
+
+
+def test_a_load_that_cannot_start_ends_with_one_report() -> None:
+    placement, _ = placed()
+    loads, report = Loads(placement, 1.0), WorkerReport()
+    from kvserve_core.transport import Locator
+
+    loads.start([Load("r", Locator("t", 40, (), "raw"), 16, 40, tables(), False)], report)  # no session is attached
+    assert (loads.ended.done, loads.ended.failed) == ({"r"}, {"r"})
+    assert loads.ended.blocks == {2, 3}  # tokens 16 to 40 of blocks of 16
+    assert report.loads[0].reason.startswith("TransferCancelled")
+    assert loads.active == 0
