@@ -1,0 +1,181 @@
+"""Pages of the host pool to and from a Store: one object a page, written and read by the sessions of the core."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvserve_core.deployment import Deployment
+from kvserve_core.errors import KVServeError, TransferCancelled
+from kvserve_core.pipeline import Pipeline
+from kvserve_core.policy import Decision, Outcome
+from kvserve_core.session import Consumer, Failed, Freed, Loaded, LoadFailed, Producer
+from kvserve_core.spec import Region
+from kvserve_core.transport import Endpoint, Locator
+from kvserve_sglang.hicache_pages import HostPages
+
+WRITTEN_AT_ONCE = 16
+"""Pages under way in the producer: its budget counts their original bytes."""
+POLL_S = 0.001
+Ended = Mapping[str, Outcome | Exception]
+"""By name: what it cost, or why it is not there."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A page: its object's name, its place in the host pool, and the number of its first token in the object."""
+
+    name: str
+    page: int
+    start: int = 0
+
+
+class Places:
+    """Pages that sessions may touch now. Once :meth:`closed` returns, none of them is touched any more."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Placed] = {}
+        self._lock = threading.Lock()
+
+    def opened(self, placed: Sequence[Placed]) -> None:
+        """They are SGLang's to give until they are closed."""
+        with self._lock:
+            self._open.update((p.name, p) for p in placed)
+
+    def closed(self, placed: Sequence[Placed]) -> None:
+        """SGLang has them back."""
+        with self._lock:
+            for p in placed:
+                self._open.pop(p.name, None)
+
+    def gather(self, pages: HostPages, name: str, at: Region) -> Tensor:
+        """Read, while the page is open."""
+        with self._lock:
+            placed = self._at(name)
+            return pages.gather(at, placed.page, placed.start)
+
+    def scatter(self, pages: HostPages, name: str, at: Region, x: Tensor) -> None:
+        """Write, while the page is open."""
+        with self._lock:
+            placed = self._at(name)
+            pages.scatter(at, placed.page, placed.start, x)
+
+    def _at(self, name: str) -> Placed:
+        if name not in self._open:
+            raise TransferCancelled(f"SGLang took back the page of {name!r}")
+        return self._open[name]
+
+
+class PageStore:
+    """One per rank. ``write`` and ``read`` wait: SGLang calls them on threads of their own.
+
+    Raises:
+        ConfigError: ``store`` names no transport that keeps what it is given.
+    """
+
+    def __init__(self, deployment: Deployment, pages: HostPages, pipelines: Mapping[str, Pipeline], store: str) -> None:
+        self.pages, self._deadline_s = pages, deployment.settings.deadline
+        self.store = deployment.store(store)
+        self._endpoint = Endpoint(self.store.address, pages.shard)
+        self._writing, self._reading = Places(), Places()
+        self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
+        self._producer: Producer = deployment.producer(pipelines, self._gather, store)
+        self._consumer: Consumer = deployment.consumer(pages.shard, self._scatter, link="store")
+
+    def leading(self, names: Sequence[str]) -> int:
+        """How many of the first are there."""
+        return self.store.contains(names)
+
+    def write(self, placed: Sequence[Placed], decision: Decision) -> Ended:
+        """Encode and store pages under a profile; a page is visible once all of it is written."""
+        ended: dict[str, Outcome | Exception] = {}
+        with self._write_lock:
+            for i in range(0, len(placed), WRITTEN_AT_ONCE):
+                ended.update(self._write(placed[i : i + WRITTEN_AT_ONCE], decision))
+        return ended
+
+    def _write(self, placed: Sequence[Placed], decision: Decision) -> Ended:
+        ended: dict[str, Outcome | Exception] = {}
+        self._writing.opened(placed)
+        try:
+            waiting = {p.name for p in placed if self._open(p, decision, ended)}
+            until = time.monotonic() + self._deadline_s
+            while waiting:
+                for event in self._producer.poll():
+                    match event:
+                        case Freed(name):
+                            waiting.discard(name)
+                        case Failed(name, reason):
+                            ended[name] = KVServeError(reason)
+                        case Outcome():
+                            ended[event.transfer_id] = event
+                self._wait(until, waiting)
+        finally:
+            self._writing.closed(placed)
+        return ended
+
+    def _open(self, placed: Placed, decision: Decision, ended: dict[str, Outcome | Exception]) -> bool:
+        stop = placed.start + self.pages.page_size
+        try:
+            self._producer.open(placed.name, stop, decision, start=placed.start)
+        except KVServeError as error:
+            ended[placed.name] = error
+            return False
+        self._producer.ready(placed.name, range(placed.start, stop))
+        return True
+
+    def _wait(self, until: float, waiting: set[str]) -> None:
+        if time.monotonic() < until:
+            time.sleep(POLL_S)
+            return
+        for name in waiting:
+            self._producer.abort(name, f"the store did not take it within {self._deadline_s:g} s")
+
+    def read(self, placed: Sequence[Placed]) -> Ended:
+        """Fetch, verify and decode pages into their places. A page that failed may be written in part."""
+        ended: dict[str, Outcome | Exception] = {}
+        with self._read_lock:
+            self._reading.opened(placed)
+            try:
+                until = time.monotonic() + self._deadline_s
+                waiting = {p.name for p in placed if self._fetch(p, until, ended)}
+                while waiting:
+                    for name, result in self._loaded():
+                        waiting.discard(name)
+                        ended[name] = result
+                    time.sleep(POLL_S if waiting else 0)
+            finally:
+                self._reading.closed(placed)
+        return ended
+
+    def _fetch(self, placed: Placed, until: float, ended: dict[str, Outcome | Exception]) -> bool:
+        stop = placed.start + self.pages.page_size
+        try:
+            self._consumer.fetch(Locator(placed.name, stop, (self._endpoint,), ""), range(placed.start, stop), until)
+        except KVServeError as error:
+            ended[placed.name] = error
+            return False
+        return True
+
+    def _loaded(self) -> Iterator[tuple[str, Outcome | Exception]]:
+        for event in self._consumer.poll():
+            match event:
+                case Loaded():
+                    yield event.transfer_id, event.outcome
+                case LoadFailed():
+                    yield event.transfer_id, event.error
+
+    def _gather(self, name: str, at: Region) -> Tensor:
+        return self._writing.gather(self.pages, name, at)
+
+    def _scatter(self, name: str, at: Region, x: Tensor) -> None:
+        self._reading.scatter(self.pages, name, at, x)
+
+    def close(self) -> None:
+        """End both sessions."""
+        self._producer.close()
+        self._consumer.close()

@@ -1,0 +1,40 @@
+"""These tests run in SGLang's own environment: ``make test-sglang``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_HOST_IP="127.0.0.1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+sys.path.insert(0, str(HERE))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from sgl_models import make_llama
+
+    return make_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path, logs: Path) -> list[tuple[list[int], list[float]]]:
+    """Tokens and logprobs of one aggregated server for each of ``servers.PROMPTS``; it is gone afterwards."""
+    import servers
+
+    alone = servers.start(model, logs, "alone", servers.free_port(), "--disable-overlap-schedule")
+    try:
+        alone.wait()
+        found = [servers.generate(alone, text) for text in servers.PROMPTS]
+    finally:
+        alone.kill()
+    assert all(len(set(tokens)) > 10 for tokens, _ in found), "the model's tokens are degenerate"
+    return found
