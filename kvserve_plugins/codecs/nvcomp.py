@@ -8,7 +8,7 @@ what it decodes: take frames with these codecs from trusted peers only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from kvserve_core.component import ANY, Capabilities, ComponentConfig, Tunable
 from kvserve_core.errors import FrameError, UnavailableComponentError
 from kvserve_core.stages import Codec
 from kvserve_core.tensor import Encoded, Part
-from kvserve_plugins.kernels.nvcomp_api import UCHAR, Algorithm, Batch, NvcompCalls, Results, Way
+from kvserve_plugins.kernels.nvcomp_api import FLOAT16, UCHAR, Algorithm, Batch, NvcompCalls, Results, Way
 from kvserve_plugins.kernels.nvcomp_layout import I64, Layout, Plan, aligned, to_device
 
 if TYPE_CHECKING:
@@ -60,6 +60,11 @@ class NvcompCodec(Codec):
     )
     algorithm: ClassVar[str]
 
+    @property
+    def variant(self) -> Algorithm:
+        """What nvCOMP is asked for."""
+        return ALGORITHMS[self.algorithm]
+
     _calls: NvcompCalls
     _device: torch.device
     _plans: dict[tuple[int, ...], Plan]
@@ -74,7 +79,7 @@ class NvcompCodec(Codec):
         bound = super().bind(at, spec, device, artefacts)
         if device.type != "cuda":
             raise UnavailableComponentError(f"nvCOMP works on an NVIDIA GPU, not on {device.type!r}; use 'zstd' there")
-        bound._calls, bound._device, bound._plans = NvcompCalls(ALGORITHMS[self.algorithm]), device, {}
+        bound._calls, bound._device, bound._plans = NvcompCalls(self.variant), device, {}
         chunks = -(-self.config.batch_bytes // self.config.chunk_bytes)
         bound._slots = bound._bytes(chunks * bound._calls.chunk_bound(self.config.chunk_bytes))
         return bound
@@ -105,10 +110,11 @@ class NvcompCodec(Codec):
         batch = Batch(call[0].data_ptr(), plan.table.data_ptr(), plan.chunks, plan.largest)
         out = Results(call[1].data_ptr(), sizes.data_ptr(), status.data_ptr())
         self._calls.compress(batch, (temp.data_ptr(), temp.numel()), out, self._stream())
-        grid = (plan.chunks, -(-int(plan.layout.bounds.max()) // (8 * BLOCK)))
         words, heads = blobs.view(torch.int64), blobs.view(torch.int32)
         slots = self._slots.view(torch.int64)
-        pack_kernel[grid](plan.table, slots, sizes, status, words, heads, totals, plan.chunks, plan.width, BLOCK)
+        pack_kernel[(plan.chunks,)](
+            plan.table, slots, sizes, status, words, heads, totals, plan.chunks, plan.width, BLOCK
+        )
 
     def decode(self, blobs: Sequence[Encoded], like: Sequence[Part]) -> list[Tensor]:
         """Codes again. What only the device can see is left in ``ok``, 1 or 0 a blob, for after the fence.
@@ -166,9 +172,25 @@ MAX_PLANS = 256
 
 
 class NvcompANS(NvcompCodec):
-    """nvCOMP's rANS on an NVIDIA GPU: the fastest entropy coder there, for quantized codes."""
+    """nvCOMP's rANS on an NVIDIA GPU: the fastest entropy coder there, for quantized codes.
 
+    ``data_type`` f16 is for the bytes of bf16 or f16 values (behind ``identity``): it models exponents and passes
+    mantissas on, in one pass over the cache.
+    """
+
+    class Config(NvcompCodec.Config):
+        """data_type: u8 for codes; f16 for two-byte floats, which a part of odd length cannot be."""
+
+        data_type: Literal["u8", "f16"] = "u8"
+
+    config: Config
     algorithm = "ans"
+
+    @property
+    def variant(self) -> Algorithm:
+        """Compression and decompression name the same type."""
+        kind = UCHAR if self.config.data_type == "u8" else FLOAT16
+        return Algorithm("ANS", ("ii", (0, kind)), ("ii", (0, kind)))
 
 
 class NvcompBitcomp(NvcompCodec):

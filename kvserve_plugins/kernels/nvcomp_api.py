@@ -21,6 +21,8 @@ ALIGN = 16
 OPTION_BYTES = 64
 UCHAR = 1
 """``NVCOMP_TYPE_UCHAR``."""
+FLOAT16 = 10
+"""``NVCOMP_TYPE_FLOAT16``, for every two-byte float."""
 
 
 class Options(ctypes.Structure):

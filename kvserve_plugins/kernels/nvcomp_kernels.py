@@ -12,7 +12,7 @@ BLOCK = 2048
 
 @triton.jit
 def pack_kernel(plan, slots, sizes, status, blobs, heads, totals, chunks, width: tl.constexpr, block: tl.constexpr):  # noqa: ANN001, ANN201  # Triton compiles this; it takes no Python types
-    """Program (c, b): block b of chunk c from its slot to its place in its part's blob, with the padding zeroed."""
+    """Program c: chunk c from its slot to its place in its part's blob, with the padding zeroed."""
     c = tl.program_id(0)
     slot, bound = tl.load(plan + chunks + c), tl.load(plan + 2 * chunks + c)
     first, count = tl.load(plan + 3 * chunks + c), tl.load(plan + 4 * chunks + c)
@@ -25,14 +25,16 @@ def pack_kernel(plan, slots, sizes, status, blobs, heads, totals, chunks, width:
     padded = (n + 15) // 16 * 16
     at = header + tl.sum(tl.where(k < c - first, padded, 0))
     size = tl.minimum(tl.load(sizes + c), bound)
-    i = tl.program_id(1) * block + tl.arange(0, block)
-    left = size - 8 * i
-    word = tl.load(slots + slot // 8 + i, mask=left > 0, other=0)
-    keep = (tl.full([block], 1, tl.int64) << (8 * tl.minimum(tl.maximum(left, 1), 7))) - 1
-    word = tl.where(left < 8, word & keep, word)
-    inside = (8 * i < (size + 15) // 16 * 16) & (at + 8 * i < cap)
-    tl.store(blobs + (blob + at) // 8 + i, word, mask=inside)
-    if (tl.program_id(1) == 0) & (c == first):
+    source = tl.multiple_of(slots + slot // 8, 2)
+    into = tl.multiple_of(blobs + (blob + at) // 8, 2)
+    for start in range(0, (size + 15) // 16 * 2, block):
+        i = start + tl.arange(0, block)
+        left = size - 8 * i
+        word = tl.load(source + i, mask=left > 0, other=0)
+        keep = (tl.full([block], 1, tl.int64) << (8 * tl.minimum(tl.maximum(left, 1), 7))) - 1
+        word = tl.where(left < 8, word & keep, word)
+        tl.store(into + i, word, mask=(8 * i < (size + 15) // 16 * 16) & (at + 8 * i < cap))
+    if c == first:
         tl.store(heads + blob // 4 + k, n.to(tl.int32), mask=k < header // 4)
         exact = header + tl.sum(tl.where(k < count - 1, padded, tl.where(k == count - 1, n, 0)))
         tl.store(totals + tl.load(plan + 5 * chunks + c), tl.where(failed, cap, exact))

@@ -1,0 +1,307 @@
+"""The GPU path on one NVIDIA GPU, in one run: fused kernels, rANS behind them, KLT, lossless, fixed cost, comparison.
+
+Run: ``python benchmarks/gpu.py --out benchmarks/results/gpu.json``. Needs triton, nvidia-nvcomp-cu13 and safetensors.
+GB/s count original bf16 bytes, medians of device events behind a busy queue unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from gpu_baseline import unfused
+from gpu_cases import (
+    CUDA,
+    DIM,
+    HEADS,
+    LAYERS,
+    Batch,
+    basis_file,
+    correlated,
+    device_gbs,
+    exact_blobs,
+    gaussian,
+    gbs,
+    host_ms,
+    like,
+    mixhq,
+    pipeline,
+    size_of,
+    split,
+    uniform,
+)
+from nvcomp_codec import nvcomp_version
+
+from kvserve_core.artefacts import Artefacts
+from kvserve_core.decoder import Decoder
+from kvserve_core.launched import _read
+from kvserve_core.pipeline import Pipeline
+
+STAGED = 256 * 10**6
+LARGE = {"segment_tokens": 2048, "head_groups": 1}
+"""Classes of heads differ from layer to layer, so streams are of one layer each: this cut makes them large."""
+HEAD = ["hadamard"]
+ANS = {"name": "nvcomp_ans", "configuration": {"chunk_bytes": 2**17, "batch_bytes": 2**27}}
+LOSSLESS = {"name": "nvcomp_ans", "configuration": {"chunk_bytes": 2**16, "batch_bytes": 2**28, "data_type": "f16"}}
+
+
+def copies() -> float:
+    """GB/s read plus written of a device copy."""
+    a = torch.empty(2**30, dtype=torch.uint8, device=CUDA)
+    b = torch.empty_like(a)
+    return 2 * device_gbs(a.numel(), lambda: b.copy_(a))
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Error over norm, in double."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def quality(made: Pipeline, batch: Batch, artefacts: Artefacts | None = None) -> dict[str, float]:
+    """Real frames: ratio with all metadata, error, and both against the chain run stage by stage."""
+    some = batch[: 2 * len({p.at.start for p, _ in batch})][:32]
+    header, _ = made.header("r", max(p.at.stop for p, _ in some), "p")
+    decoder = Decoder(header, made.kv, CUDA, artefacts=artefacts or Artefacts())
+    segments = made.encode(some)
+    decoded = decoder.decode(segments)
+    plain = decoder.decode([made.by_stages(p, x) for p, x in some])
+    error = [relative(y, x) for (_, x), (_, y) in zip(some, decoded, strict=True)]
+    ideal = [relative(y, x) for (_, x), (_, y) in zip(some, plain, strict=True)]
+    wire = sum(len(s.body) + len(s.meta) for s in segments)
+    return {
+        "ratio": round(size_of(some) / wire, 3),
+        "raw_segments": sum(s.chain == 0 for s in segments),
+        "error": round(sum(error) / len(error), 5),
+        "mse_over_stages": round((sum(e * e for e in error) / sum(e * e for e in ideal)), 5) if sum(ideal) else 1.0,
+    }
+
+
+def encode_gbs(made: Pipeline, batch: Batch) -> float:
+    """The whole encode: T, Q and C of batches as a producer stages them."""
+    parts = split(batch, STAGED)
+    return device_gbs(size_of(batch), lambda: [made.launch(p) for p in parts])
+
+
+def decode_gbs(made: Pipeline, batch: Batch) -> float:
+    """The whole decode, from coded bytes on the device to tensors, batch by batch."""
+    steps: list[Callable[[], object]] = [_decode_step(made, p) for p in split(batch, STAGED)]
+    return device_gbs(size_of(batch), lambda: [step() for step in steps])
+
+
+def _decode_step(made: Pipeline, batch: Batch) -> Callable[[], object]:
+    chain, at = batch[0][0].chain, batch[0][0].at
+    bound, codec = made._chains.bound(chain, at), made._chains.codec(chain)
+    drafts = made.launch(batch)._drafts
+    parts = [like(d.parts) for d in drafts]
+    blobs = exact_blobs([e for d in drafts for e in d.encoded])
+    flat = [p for each in parts for p in each]
+    shapes = [d.x.shape for d in drafts]
+    fusion = bound.fusion
+    if fusion is None:  # lossless: bytes are values
+        return lambda: [c.view(torch.bfloat16) for c in codec.decode(blobs, flat)]
+    params = [[{k: v.cpu() for k, v in stage.items()} for stage in d.stages] for d in drafts]
+    counts = [len(d.parts) for d in drafts]
+    staged = _Staged(fusion)
+    del shapes
+
+    def step() -> object:
+        codes = iter(codec.decode(blobs, flat))
+        given = [
+            (d.planned.at, s, [next(codes) for _ in range(n)]) for d, s, n in zip(drafts, params, counts, strict=True)
+        ]
+        return staged.decode(given)
+
+    return step
+
+
+class _Staged:
+    """A fusion's decode whose parameters lie on the device already, as a device transport leaves them."""
+
+    def __init__(self, fusion: Any) -> None:
+        self._fusion, self._kept = fusion, None
+
+    def decode(self, given: list[Any]) -> object:
+        """``Fusion.decode``; the copy of parameters to the device is made in the first call only."""
+        inner = getattr(self._fusion, "_staged_grids", None)
+        if inner is None:
+            return self._fusion.decode(given)
+
+        def once(*arguments: Any) -> Any:
+            self._kept = inner(*arguments) if self._kept is None else self._kept
+            return self._kept
+
+        self._fusion._staged_grids = once
+        try:
+            return self._fusion.decode(given)
+        finally:
+            del self._fusion._staged_grids
+
+
+def packed(tokens: int) -> dict[str, Any]:
+    """Hadamard, min-max, 4 bits, two codes a byte: the kernels alone, over the whole request."""
+    made = pipeline({"transforms": HEAD, "quantizer": uniform(16), "codec": "bitpack"})
+    batch = gaussian(made, tokens)
+    fusion: Any = made._chains.bound(1, batch[0][0].at).fusion
+    given = [(p.at, x) for p, x in batch]
+    fused = fusion.encode(given)
+    placed = [fusion._places[(p.at.group, p.at.plane, p.at.layers, p.at.heads)] for p, _ in batch]
+    plan = fusion._plan([(q, p.at.num_tokens) for q, (p, _) in zip(placed, batch, strict=True)], 64)
+    codes, grids = fused[0].encoded[0].data._base, fused[0].stages[1]["lo"]._base
+    out = torch.empty(size_of(batch) // 2, dtype=torch.bfloat16, device=CUDA)
+    ok = torch.ones(len(batch), dtype=torch.uint8, device=CUDA)
+    sizes = [x.numel() for _, x in batch]
+    pieces = out.split(sizes)
+    jobs = plan.table.on(CUDA, [x.data_ptr() for x in pieces], [p.at.start for p, _ in batch])
+    kernel = lambda: fusion._launch("decode", plan, placed[0], jobs, codes, grids, ok, tokens)  # noqa: E731
+    kernel()
+    error = relative(out[: sizes[0]], batch[0][1].reshape(-1))
+    source = plan.table.on(CUDA, [x.data_ptr() for _, x in batch], [p.at.start for p, _ in batch])
+    run = lambda: fusion._launch("encode", plan, placed[0], source, codes, grids, ok, tokens)  # noqa: E731
+    return {
+        "original_bytes": size_of(batch),
+        "encode_gbs": device_gbs(size_of(batch), run, 15), "decode_gbs": device_gbs(size_of(batch), kernel, 15),
+        "error_of_first": round(error, 5), "flags": bool(ok.all()), **quality(made, batch),
+    }  # fmt: skip
+
+
+def chain(spec: dict[str, Any], tokens: int, **cut: Any) -> dict[str, Any]:
+    """A whole chain on fresh normal values. ``wall``: with the host's share, an idle device before and after."""
+    made = pipeline(spec, **cut)
+    batch = gaussian(made, tokens)
+    encode, decode = encode_gbs(made, batch), decode_gbs(made, batch)
+    found = quality(made, batch)
+    s_p = 1 / (1 / encode + 1 / decode)
+    return {
+        "original_bytes": size_of(batch), "segments": len(batch), "encode_gbs": encode, "decode_gbs": decode,
+        "wall_encode_gbs": gbs(size_of(batch), host_ms(lambda: [made.launch(p) for p in split(batch, STAGED)], 5)),
+        "s_p_gbs": round(s_p, 1),
+        "break_even_gbps": round(8 * (1 - 1 / found["ratio"]) * s_p, 1), **found,
+    }  # fmt: skip
+
+
+def klt(tokens: int, step: float, rank: int, seed: int) -> dict[str, Any]:
+    """Block-KLT with a random basis of the measured spectrum."""
+    artefacts = Artefacts()
+    data, mixing = basis_file(seed, rank)
+    transform = {"name": "klt", "configuration": {"basis": artefacts.add(data), "per": "head", "rank": rank}}
+    quantizer = {"name": "fixed_step", "configuration": {"step": step}}
+    made = pipeline({"transforms": [transform], "quantizer": quantizer, "codec": ANS}, "kv", artefacts)
+    batch = correlated(made, tokens, mixing)
+    return {
+        "dims": next(iter(mixing.values())).shape[0], "rank": rank, "step": step, "seed": seed,
+        "original_bytes": size_of(batch),
+        "encode_gbs": encode_gbs(made, batch), "decode_gbs": decode_gbs(made, batch), **quality(made, batch, artefacts),
+    }  # fmt: skip
+
+
+def fixed_cost() -> dict[str, float]:
+    """Host milliseconds from an idle device until 1024 tokens are encoded, sizes and flags on the host."""
+    out = {}
+    for name, quantizer, codec in (("packed", uniform(16), "bitpack"), ("uniform + ans", uniform(6), ANS)):
+        cut = {"layer_block": LAYERS, "head_groups": 1, "segment_tokens": 1024}
+        made = pipeline({"transforms": HEAD, "quantizer": quantizer, "codec": codec}, **cut)
+        batch = gaussian(made, 1024)
+        out[name + ", segments"] = len(batch)
+        out[name + ", ms"] = round(host_ms(lambda m=made, b=batch: _read(m.launch(b)._drafts)), 3)
+        out[name + ", device ms"] = round(
+            size_of(batch) / device_gbs(size_of(batch), lambda m=made, b=batch: m.launch(b)) / 1e6, 3
+        )
+    return out
+
+
+def api() -> dict[str, Any]:
+    """In a process of its own: nvCOMP's Python API has ended the process when it shared one with its C API."""
+    script = "import gpu_baseline, json; print(json.dumps(gpu_baseline.api_chain(8192)))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"it ended with {done.returncode}: {done.stderr[-200:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def bar(name: str, value: float, limit: float, *, below: bool = False) -> dict[str, Any]:
+    """One acceptance line."""
+    return {"name": name, "value": value, "bar": limit, "ok": value <= limit if below else value >= limit}
+
+
+def run(tokens: int, seed: int) -> dict[str, Any]:
+    """Everything, as one JSON object."""
+    torch.manual_seed(seed)
+    found: dict[str, Any] = {"copy_gbs": copies()}
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("packed", lambda: packed(tokens)),
+        ("mixhq", lambda: chain({"transforms": HEAD, "quantizer": mixhq(8, 4), "codec": ANS}, tokens, **LARGE)),
+        ("channel", lambda: chain({"transforms": HEAD, "quantizer": uniform(6, "channel"), "codec": ANS}, 8192)),
+        ("lossless", lambda: chain({"quantizer": "identity", "codec": LOSSLESS}, tokens)),
+        ("klt", lambda: klt(tokens, 0.35, 2048, seed)),
+        ("fixed_cost", fixed_cost),
+        ("unfused", lambda: unfused(8192)),
+        ("api", api),
+    ]
+    for name, case in cases:
+        t0 = time.perf_counter()
+        try:
+            found[name] = case()
+        except Exception as error:  # noqa: BLE001  # a case that fails must not lose the others' figures
+            found[name] = {"failed": f"{type(error).__name__}: {error}"[:400]}
+        torch.cuda.empty_cache()
+        print(name, round(time.perf_counter() - t0, 1), "s", json.dumps(found[name]), flush=True)
+    return {
+        "bars": bars(found), "found": found, "seed": seed, "tokens": tokens,
+        "geometry": {"layers": LAYERS, "kv_heads": HEADS, "head_dim": DIM},
+        "machine": {"gpu": torch.cuda.get_device_name(), "cpu": platform.machine()},
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
+                     "nvcomp": nvcomp_version()},
+    }  # fmt: skip
+
+
+def bars(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The marks of the issue, for what was measured."""
+    out = []
+    marks = [
+        ("packed", "encode_gbs", 2700), ("packed", "decode_gbs", 2700), ("mixhq", "encode_gbs", 600),
+        ("mixhq", "decode_gbs", 800), ("mixhq", "ratio", 6), ("mixhq", "s_p_gbs", 340),
+        ("mixhq", "break_even_gbps", 2200), ("lossless", "ratio", 1.42), ("lossless", "encode_gbs", 500),
+        ("lossless", "decode_gbs", 1000), ("klt", "ratio", 12), ("klt", "encode_gbs", 200), ("klt", "decode_gbs", 250),
+    ]  # fmt: skip
+    for case, key, limit in marks:
+        out.append(bar(f"{case}: {key}", found[case].get(key, 0.0), limit))
+    for name in ("packed, ms", "uniform + ans, ms"):
+        out.append(bar(f"1024 tokens, {name}", found["fixed_cost"].get(name, 1e9), 0.5, below=True))
+    ours, plain, api = found["packed"], found["unfused"], found["api"]
+    if "failed" not in plain and "failed" not in api:
+        out.append(
+            bar("times unfused Hadamard + quantize + pack", round(ours["encode_gbs"] / plain["encode_gbs"], 1), 15)
+        )
+        whole = found["mixhq"]["encode_gbs"] / api["encode_gbs"]
+        out.append(bar("times the whole chain as commonly called", round(whole, 1), 5))
+    return out
+
+
+def main() -> None:
+    """Command line."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--out", type=Path)
+    options.add_argument("--tokens", type=int, default=32768)
+    options.add_argument("--seed", type=int, default=int(time.time()))
+    args = options.parse_args()
+    result = run(args.tokens, args.seed)
+    result = {"ok": all(b["ok"] for b in result["bars"]), **result}
+    for line in result["bars"]:
+        print("ok  " if line["ok"] else "MISS", line["name"], line["value"], "bar", line["bar"])
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(not result["ok"])
+
+
+if __name__ == "__main__":
+    main()
