@@ -29,12 +29,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from kvserve_core.spec import SEGMENT_TOKENS
 from kvserve_hf.convert import smollm2
-from vllm_engines import EngineProcess, Setup, external_tokens, forget, generate, metrics, settle
+from vllm_engines import EngineProcess, Setup, external_tokens, forget, generate, metrics
 
 PROMPT_TOKENS, LEARN = 1500, 2
 LLM = {"dtype": "bfloat16", "max_model_len": 2048}
 RAW = {"policy": {"name": "static", "configuration": {"profile": "raw"}}, "min_quality": 1.0}
+STORE_S = 300.0
+STORED = "kvserve:transfers{ok=true,side=store}"
 WAYS = ("kvserve", "uncompressed", "recompute")
 
 
@@ -75,12 +78,16 @@ def write(writer: EngineProcess, learn: Sequence[list[int]], kept: Sequence[list
         for prompt in learn:
             writer.call(generate, [prompt], 1)
         writer.call(forget)
-    before = writer.call(metrics)
+    before = now = writer.call(metrics)
     for prompt in kept:
         writer.call(generate, [prompt], 1)
-        writer.call(settle)
-    writer.call(generate, [learn[0][:8]], 1)  # metrics move with steps
-    now = writer.call(metrics)
+    until = time.monotonic() + STORE_S
+    while _more(before, now, STORED) < len(kept) * (PROMPT_TOKENS // SEGMENT_TOKENS):
+        if time.monotonic() > until:
+            raise TimeoutError(f"the prompts were not stored within {STORE_S:g} s")
+        time.sleep(0.2)
+        writer.call(generate, [learn[0][:8]], 1)  # metrics move with steps
+        now = writer.call(metrics)
     found = {name: _more(before, now, f"kvserve:{name}{{}}") for name in ("raw_bytes", "wire_bytes")}
     chosen = {name: _more(before, now, name) for name in now if name.startswith("kvserve:decisions")}
     return found | {name: count for name, count in chosen.items() if count}

@@ -145,10 +145,10 @@ class Prefixes:
 
     def plan(self, output: Any, meta: StepMeta) -> None:
         """What the workers are to do in this step."""
-        for entry in self._entries.values():
-            self._keeping.time(entry)
         meta.prefix_load, self._loads = self._loads, []
         meta.prefix_cancel, self._cancels = self._cancels, []
+        for entry in self._entries.values():
+            self._keeping.time(entry)
         for req_id in compat.preempted(output) & self._entries.keys():
             self._preempted(self._entries[req_id], meta)
         for each in compat.scheduled(output):

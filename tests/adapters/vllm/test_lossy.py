@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from vllm_pairs import Pair
 
 Start = Callable[..., EngineProcess]
 PROFILE = "klt-0.3"
-SEEN = (240, 300, 380, 420)
-"""How many tokens of a text are given before the one that is judged: beyond a cell, and off every boundary."""
+SEEN = 420
+"""Tokens of a text that are given: beyond a cell, and off every boundary."""
+JUDGED = 32
+"""Tokens that are generated after them and compared step by step."""
 TOP = 200
 """Log-probabilities compared by themselves; what is left is one more outcome."""
 LLM = {"dtype": "bfloat16", "max_logprobs": TOP, "max_model_len": 1024}
@@ -40,7 +42,7 @@ def texts() -> list[list[int]]:
     found = []
     for pin in pinned_texts():
         try:
-            found.append(tokenizer(load_text(pin, allow_unpinned=True).text)["input_ids"][: max(SEEN) + 1])
+            found.append(tokenizer(load_text(pin, allow_unpinned=True).text)["input_ids"][:SEEN])
         except KVServeError:
             continue  # its package is not in this environment
     assert len(found) >= 8
@@ -68,37 +70,39 @@ def kl(reference: Mapping[int, float], test: Mapping[int, float]) -> float:
     return total + rest_p * math.log(rest_p / rest_q)
 
 
-def next_tokens(engine: EngineProcess, prompts: Sequence[list[int]], params: Any) -> list[dict[int, float]]:
-    return [answer.logprobs[0] for answer in engine.call(generate, prompts, 1, params, TOP)]
+def same_history(exact: Any, lossy: Any) -> list[tuple[dict[int, float], dict[int, float]]]:
+    """Distributions over the next token after the same tokens: up to and with the first step where they part."""
+    steps = list(zip(exact.logprobs, lossy.logprobs, strict=True))
+    parted = next((i for i, (a, b) in enumerate(zip(exact.tokens, lossy.tokens, strict=True)) if a != b), len(steps))
+    return steps[: parted + 1]
 
 
 def test_top_1_and_likelihood_are_within_the_declared_quality(
-    prefill: EngineProcess,
-    decode: EngineProcess,
-    texts: list[list[int]],
-    library: Path,
+    prefill: EngineProcess, decode: EngineProcess, texts: list[list[int]], library: Path
 ) -> None:
     pair = Pair(prefill, decode)
-    prompts = [text[:seen] for text in texts for seen in SEEN]
-    judged = [text[seen] for text in texts for seen in SEEN]
+    prompts = [text[:SEEN] for text in texts]
     decode.call(forget)
-    exact = next_tokens(decode, prompts, None)
+    exact = decode.call(generate, prompts, JUDGED, None, TOP)
     assert decode.call(forget)
-    offered = pair.offers(prompts)
-    assert {p["kvserve"]["locator"]["profile"] for p in offered} == {PROFILE}
     before = decode.call(external_tokens)
-    lossy = next_tokens(decode, prompts, offered)
-    assert decode.call(external_tokens) > before
+    lossy = []
+    for prompt in prompts:  # one at a time: the deadline is for one transfer, however slow the machine
+        offered = pair.offers([prompt])
+        assert offered[0]["kvserve"]["locator"]["profile"] == PROFILE
+        lossy += decode.call(generate, [prompt], JUDGED, offered, TOP)
+    assert decode.call(external_tokens) - before == len(prompts) * (SEEN - 1)
     record = ProfileLibrary.load(library).profile(PROFILE).quality_for("default")
-    pairs = list(zip(exact, lossy, strict=True))
-    quality = sum(math.exp(-max(0.0, kl(a, b))) for a, b in pairs) / len(pairs)
+    pairs = [step for a, b in zip(exact, lossy, strict=True) for step in same_history(a, b)]
+    mean_kl = sum(kl(a, b) for a, b in pairs) / len(pairs)
     top1 = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in pairs) / len(pairs)
-    named = [(a[t], b[t]) for (a, b), t in zip(pairs, judged, strict=True) if t in a and t in b]
-    more_nats = sum(a - b for a, b in named) / len(named)
-    assert any(a != b for a, b in pairs)  # it is lossy
-    found = f"exp(-KL) {quality:.4f}, declared {record.lower:.4f}; top-1 {top1:.3f}; dNLL {more_nats:.4f} nats"
-    assert quality >= record.lower - 0.005, found  # 32 places against the thousands that were measured
-    assert top1 >= 0.9, found
+    likely = [(a[t], b[t]) for a, b in pairs if (t := max(a, key=a.__getitem__)) in b]
+    more_nats = sum(a - b for a, b in likely) / len(likely)
+    found = f"{len(pairs)} steps: exp(-KL) {math.exp(-mean_kl):.4f}, top-1 {top1:.3f}, dNLL {more_nats:.4f} nats"
+    print(found)  # noqa: T201  # a figure of the real engine, shown with -s
+    assert mean_kl > 0, found  # it is lossy
+    assert math.exp(-mean_kl) >= record.lower - 0.005, found  # some hundred steps against the thousands of the record
+    assert top1 >= 0.95, found
     assert more_nats <= 0.02, found
 
 

@@ -97,7 +97,10 @@ class SchedulerSide:
         if self._fetching is not None:
             self._fetching.plan(meta)
         if self._prefixes is not None:
-            self._prefixes.plan(output, meta)
+            try:
+                self._prefixes.plan(output, meta)
+            except Exception:  # the orders above must reach the workers whatever the store half does
+                log.exception("stored prefixes were left out of a step")
         return meta
 
     def learn(self, report: WorkerReport) -> None:
