@@ -63,30 +63,31 @@ def api_chain(tokens: int) -> dict[str, Any]:
     nbytes = x.numel() * 2
     high = torch.rand(HEADS, device=CUDA) < 0.5
     high[0], high[1] = True, False
-    codec = nvcomp.Codec(algorithm="ANS", data_type="|u1", cuda_stream=torch.cuda.current_stream().cuda_stream)
+    stream = torch.cuda.current_stream().cuda_stream
+    codec = nvcomp.Codec(algorithm="ANS", data_type="|u1", cuda_stream=stream)
 
     def encode() -> list[Any]:
         out = []
         for layer in x:
             y = rotate(layer)
-            for mask, levels in ((high, 10), (~high, 4)):
-                codes, lo, scale = quantized(y[mask], levels)
-                array = nvcomp.as_array(codes.reshape(-1))
-                blob = codec.encode(array)
-                out.append((blob, blob.buffer_size, codes.shape, lo, scale, mask, array, codes))
+            made = [(*quantized(y[mask], levels), mask) for mask, levels in ((high, 10), (~high, 4))]
+            blobs = codec.encode(nvcomp.as_arrays([codes.reshape(-1) for codes, *_ in made]))
+            out.append((blobs, list(blobs.buffer_sizes), made))
         return out
 
-    blobs = encode()
+    coded_layers = encode()
 
     def decode() -> torch.Tensor:
         out = torch.empty(x.shape, device=CUDA, dtype=torch.bfloat16)
-        for i, (blob, _, shape, lo, scale, mask, *_) in enumerate(blobs):
-            codes = torch.from_dlpack(codec.decode(blob)).view(torch.uint8).view(shape)
-            out[i // 2][mask] = rotate(codes * scale + lo).bfloat16()
+        for layer, (blobs, _, made) in zip(out, coded_layers, strict=True):
+            room = [torch.empty_like(codes) for codes, *_ in made]
+            codec.decode(blobs, out=nvcomp.as_arrays([r.reshape(-1) for r in room]))
+            for codes, (_, lo, scale, mask) in zip(room, made, strict=True):
+                layer[mask] = rotate(codes * scale + lo).bfloat16()
         return out
 
     error = float((decode().float() - x.float()).norm() / x.float().norm())
-    coded = sum(size + 4 * lo.numel() for _, size, _, lo, *_ in blobs)
+    coded = sum(sum(sizes) + sum(4 * lo.numel() for _, lo, *_ in made) for _, sizes, made in coded_layers)
     return {
         "original_bytes": nbytes, "ratio": round(nbytes / coded, 3), "error": round(error, 5),
         "encode_gbs": gbs(nbytes, host_ms(encode, 5)), "decode_gbs": gbs(nbytes, host_ms(decode, 5)),

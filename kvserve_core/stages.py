@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -131,6 +131,21 @@ class Codec(Stage):
         Raises:
             FrameError: a blob does not decode to exactly that length (on a device: its flag in ``ok`` is 0).
         """
+
+
+@runtime_checkable
+class FitsTables(Protocol):
+    """A codec class that can fit tables of its own to codes, for ``kvserve calibrate tables``."""
+
+    @staticmethod
+    def fitted(
+        parts: Callable[[], Iterable[Part]], provenance: Mapping[str, Any], progress: Callable[[int, int], None]
+    ) -> bytes:
+        """A file of tables, an artefact that the codec's configuration then names, under which ``parts()`` are small.
+
+        parts: asked for several times. provenance: JSON to keep in the file. progress: ``(rounds done, of)``.
+        """
+        ...
 
 
 @dataclass(frozen=True)

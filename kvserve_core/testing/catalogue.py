@@ -8,6 +8,7 @@ from kvserve_core.testing import (
     checks_codec,
     checks_config,
     checks_golden,
+    checks_params,
     checks_pipeline,
     checks_policy,
     checks_slices,
@@ -20,6 +21,7 @@ from kvserve_core.testing.subject import Subject
 MODULES = (
     checks_config,
     checks_values,
+    checks_params,
     checks_slices,
     checks_codec,
     checks_transport,

@@ -30,6 +30,7 @@ from kvserve_core.testing.data import (
 from kvserve_core.testing.subject import Subject, decoded, require
 
 FLIPS = 48
+TOO_MANY = "which bound() says cannot have so many; raise FrameError"
 
 
 def bound_codec(subject: Subject) -> Codec:
@@ -139,8 +140,8 @@ def corrupted(data: Tensor, seed: int) -> Iterator[Tensor]:
     yield any_bits(DType.U8, (max(n, 8),), seed).to(data.device)
 
 
-def survives(codec: Codec, data: Tensor, part: Part) -> None:
-    """``data`` gives a FrameError, or codes of the right number and dtype.
+def survives(codec: Codec, data: Tensor, part: Part) -> bool:
+    """Whether ``data`` decodes, to codes of the right number and dtype; False for a FrameError.
 
     Raises:
         CheckFailed: it gives another error, or another length.
@@ -148,12 +149,13 @@ def survives(codec: Codec, data: Tensor, part: Part) -> None:
     try:
         back = decoded(codec, [Encoded(data, torch.tensor(data.numel()))], [shell(part)])
     except FrameError:
-        return
+        return False
     except Exception as error:
         require(False, f"corrupt bytes of {said(part)} raised {type(error).__name__}: {error}; raise FrameError")
     else:
         good = back[0].numel() == part.codes.numel() and back[0].dtype == part.codes.dtype
         require(good, f"corrupt bytes of {said(part)} decoded to {back[0].numel()} codes of {back[0].dtype}")
+    return True
 
 
 @check("codec")
@@ -168,9 +170,11 @@ def corruption(subject: Subject) -> None:
 
 @check("codec")
 def another_length(subject: Subject) -> None:
-    """A blob that is whole, but of another number of codes than expected, is never passed off as those."""
+    """A whole blob of other codes: a FrameError where it is beyond bound(), else that or as many codes as expected."""
     codec = bound_codec(subject)
     for part in (p for p in streams(subject) if p.codes.numel() == 1000):
         blob = exactly(codec.encode([part])[0]).data
         for count in (0, 999, 1001, 4000):
-            survives(codec, blob, replace(part, codes=part.codes.new_zeros(count)))
+            other = replace(part, codes=part.codes.new_zeros(count))
+            passed_off = survives(codec, blob, other) and blob.numel() > codec.bound(other)
+            require(not passed_off, f"{blob.numel()} bytes of {said(part)} were taken for {said(other)}, {TOO_MANY}")

@@ -18,7 +18,7 @@ from kvserve_core.errors import FrameError
 from kvserve_core.spec import KVSpec, Region
 from kvserve_core.stages import Codec
 from kvserve_core.tensor import Encoded, Part
-from kvserve_plugins.kernels import rans_file
+from kvserve_plugins.kernels import rans_file, rans_fit
 from kvserve_plugins.kernels.blobs import blob_of, host_bytes
 from kvserve_plugins.kernels.rans_pack import pack
 from kvserve_plugins.kernels.rans_set import PUBLISHED, TableSet
@@ -30,7 +30,7 @@ MAX_PARTS = 4096
 
 
 class Rans(Codec):
-    """Entropy coder for centred codes: interleaved rANS under 64 published integer tables.
+    """Entropy coder for centred codes: interleaved rANS under 64 integer tables, published or a model's own.
 
     A part is a matrix ``[rows, columns]`` of codes centred at ``(alphabet - 1) // 2``. Each row gets a rung of a ladder
     of scales, each column an offset on it, each rung a shape (Laplace, logistic, Gaussian); rows of zeros cost next to
@@ -62,7 +62,7 @@ class Rans(Codec):
         """Read the tables.
 
         Raises:
-            ArtefactError: they are not here, or are not tables.
+            ArtefactError: they are not here, or are not tables. UnavailableComponentError: safetensors is missing.
         """
         bound = super().bind(at, spec, device, artefacts)
         if (digest := self.config.tables) is not None:
@@ -78,7 +78,7 @@ class Rans(Codec):
         def centred() -> Iterator[NDArray[np.int32]]:
             return (_centred(part) for part in parts() if part.codes.numel())
 
-        return rans_file.write(rans_file.fitted(centred, progress), provenance)
+        return rans_file.write(rans_fit.fitted(centred, progress), provenance)
 
     def bound(self, part: Part) -> int:
         """8 bytes a code, row and column; a code takes at most 12 + 12 + 15 + 12 bits."""

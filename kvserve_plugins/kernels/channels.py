@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-BF16_MAX = torch.finfo(torch.bfloat16).max
+from kvserve_plugins.kernels.norms import BF16_MAX
+
 Scale = Literal["std", "max"]
 
 

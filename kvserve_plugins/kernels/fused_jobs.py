@@ -30,13 +30,15 @@ class Extent:
 class JobTable:
     """Jobs of a batch but for their addresses, sorted so that jobs of one group follow each other.
 
-    jobs: ``[n, 8]``, addresses still offsets in bytes from the segment's start. segment, run: of each job. groups:
-    ``[g, 4]`` i32. starts: of each run's codes and parameters within the batch; code_bytes, param_count: their sums.
+    jobs: ``[n, 8]``, addresses still offsets in bytes from the segment's start. segment, run: of each job. heads:
+    ``[n, 2]``, of its sources. groups: ``[g, 4]`` i32. starts: of each run's codes and parameters within the batch;
+    code_bytes, param_count: their sums. tokens: of the longest job.
     """
 
     jobs: I64
     segment: I64
     run: I64
+    heads: I64
     groups: NDArray[np.int32]
     code_starts: I64
     param_starts: I64
@@ -48,28 +50,39 @@ class JobTable:
     def on(
         self,
         device: torch.device,
-        addresses: Sequence[int],
+        addresses: Sequence[int] | Sequence[Sequence[int]],
         positions: Sequence[int],
         codes: Tensor | None = None,
         streams: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """The jobs with addresses, on the device, in one asynchronous copy from pinned memory.
 
-        positions: of each segment's first token. streams: codes that lie elsewhere than in the batch's own memory, to
-        be addressed from the start of ``codes``.
+        addresses: of each segment, or of each of its heads. positions: of each segment's first token. streams: codes
+        that lie elsewhere than in the batch's own memory, to be addressed from the start of ``codes``.
         """
         pinned = torch.empty(self.jobs.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         table = pinned.numpy()
         table[:] = self.jobs
-        start = np.asarray(addresses, np.int64)[self.segment]
-        table[:, 0] += start
-        if self.paired:
-            table[:, 1] += start
+        if isinstance(addresses[0], int):
+            start = np.asarray(addresses, np.int64)[self.segment]
+            table[:, 0] += start
+            if self.paired:
+                table[:, 1] += start
+        else:
+            self._by_head(table, addresses)  # type: ignore[arg-type]  # a list for each segment
         table[:, 7] += np.asarray(positions, np.int64)[self.segment]
         if codes is not None and streams is not None:
             moved = np.array([x.data_ptr() for x in streams], np.int64) - codes.data_ptr() - self.code_starts
             table[:, 2] += moved[self.run]
         return pinned.to(device, non_blocking=True)
+
+    def _by_head(self, table: I64, addresses: Sequence[Sequence[int]]) -> None:
+        """Sources of blocks: their tokens are found by position, so each has its own."""
+        first = np.cumsum([0, *(len(a) for a in addresses)])[self.segment]
+        flat = np.concatenate([np.asarray(a, np.int64) for a in addresses])
+        table[:, 0] = flat[first + self.heads[:, 0]]
+        if self.paired:
+            table[:, 1] = flat[first + self.heads[:, 1]]
 
 
 def pair_table(extents: Sequence[Extent], dim: int) -> JobTable:
@@ -101,16 +114,8 @@ def pair_table(extents: Sequence[Extent], dim: int) -> JobTable:
         ),
         1,
     )
-    return _sorted(
-        jobs,
-        segment,
-        segment,
-        base + i // cut[segment],
-        base + j // cut[segment],
-        code_starts,
-        param_starts,
-        paired=True,
-    )
+    heads = np.stack((i // cut[segment], j // cut[segment]), 1)
+    return _sorted(jobs, segment, segment, heads, base, code_starts, param_starts, paired=True)
 
 
 @dataclass(frozen=True)
@@ -152,8 +157,8 @@ def head_table(extents: Sequence[Extent], runs: Sequence[Run], dim: int, channel
         ),
         1,
     )
-    signs = np.array([e.signs for e in extents], np.int64)[segment] + head
-    return _sorted(jobs, segment, run, signs, np.zeros_like(signs), code_starts, param_starts, paired=False)
+    base = np.array([e.signs for e in extents], np.int64)[segment]
+    return _sorted(jobs, segment, run, np.stack((head, head), 1), base, code_starts, param_starts, paired=False)
 
 
 def outwards(levels: int) -> float:
@@ -173,16 +178,18 @@ def ranges(counts: I64) -> I64:
 
 
 def _sorted(
-    jobs: I64, segment: I64, run: I64, first: I64, second: I64, code_starts: I64, param_starts: I64, *, paired: bool
+    jobs: I64, segment: I64, run: I64, heads: I64, base: I64, code_starts: I64, param_starts: I64, *, paired: bool
 ) -> JobTable:
-    order = np.lexsort((segment, second, first))
-    jobs, segment, run, first, second = (each[order] for each in (jobs, segment, run, first, second))
-    change = np.flatnonzero((np.diff(first, prepend=-1) != 0) | (np.diff(second, prepend=-1) != 0))
+    """Jobs of the same heads of a place one after the other. base: first row of signs of each job's place."""
+    rows = base[:, None] + heads
+    order = np.lexsort((segment, rows[:, 1], rows[:, 0]))
+    jobs, segment, run, heads, rows = (each[order] for each in (jobs, segment, run, heads, rows))
+    change = np.flatnonzero((np.diff(rows, axis=0, prepend=-1) != 0).any(1))
     sizes = np.diff(change, append=len(jobs))
-    groups = np.stack((change, sizes, first[change], second[change]), 1).astype(np.int32)
+    groups = np.stack((change, sizes, rows[change, 0], rows[change, 1]), 1).astype(np.int32)
     ends = int(code_starts[-1]), int(param_starts[-1])
     longest = int(jobs[:, 6].max(initial=0))
-    return JobTable(jobs, segment, run, groups, code_starts[:-1], param_starts[:-1], *ends, longest, paired)
+    return JobTable(jobs, segment, run, heads, groups, code_starts[:-1], param_starts[:-1], *ends, longest, paired)
 
 
 def pieces(groups: NDArray[np.int32], tiles: int, programs: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -160,7 +160,8 @@ class Projection(Fusion):
         cos, sin = self._turning(placed, jobs.end, False)
         triton_klt.gather_kernel[(count, CELL // 8)](
             table, cos, sin, p.mean, p.scale, values, all_of[0], depth // placed.dim, _between(placed),
-            turned=turned, rest=placed.dim - turned, rows=8, cell=CELL, num_warps=8,
+            turned=turned, rest=placed.dim - turned, rows=8, cell=CELL, exact=self._exact,
+            num_warps=8,
         )  # fmt: skip
         n_block = N_BLOCK if wide % N_BLOCK == 0 else N_BLOCK // 2
         triton_klt.encode_kernel[(count * CELL // M_BLOCK * (wide // n_block),)](

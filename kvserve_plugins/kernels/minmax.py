@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from kvserve_core.errors import NonFiniteError
+from kvserve_plugins.kernels.norms import BF16_MAX
 
 ParamDType = Literal["bf16", "f32"]
-BF16_MAX = torch.finfo(torch.bfloat16).max
 F32_MAX = torch.finfo(torch.float32).max
 SCALE_MIN = 2.0**-126
 _TOP = torch.tensor(-0x10000, dtype=torch.int32)  # 0-d tensors: torch takes longer to wrap a Python number than to add

@@ -55,18 +55,18 @@ def encode_kernel(
             else:
                 a, b = tl.load(at), tl.load(at + half)
             if rope:
-                a, b = turned_back(a, b, job, token, cos, sin, half)
+                a, b = turned_back(a, b, job, token, cos, sin, half, exact)
             x, y = butterfly(flip(a, sign_a, exact), flip(b, sign_b, exact), h, exact)
             outward = tl.load(job + 4).to(tl.int32).to(tl.float32, bitcast=True)
             flag = ok + tl.load(job + 5)
             if channel:
                 where = grids + tl.load(job + 3) + half // 4 * (c % 8 // 2) + 2 * (c // 8) + c % 2  # store_order
-                left, bad_a = _by_channel(x, real, norm, outward, where, plane, ragged)
-                right, bad_b = _by_channel(y, real, norm, outward, where + half, plane, ragged)
+                left, bad_a = _by_channel(x, real, norm, outward, where, plane, ragged, exact)
+                right, bad_b = _by_channel(y, real, norm, outward, where + half, plane, ragged, exact)
                 tl.store(flag, 0, mask=bad_a | bad_b)
             else:
                 low, high = tl.min(tl.minimum(x, y), 1) * norm, tl.max(tl.maximum(x, y), 1) * norm
-                lo, scale = grid_of(low, high, outward)
+                lo, scale = grid_of(low, high, outward, exact)
                 left = steps(x * norm, lo[:, None], scale[:, None]).to(tl.uint8)
                 right = steps(y * norm, lo[:, None], scale[:, None]).to(tl.uint8)
                 where = (grids + tl.load(job + 3) + token)[:, None] + plane * tl.arange(0, 2)[None, :]
@@ -83,7 +83,7 @@ def encode_kernel(
 
 
 @triton.jit
-def _by_channel(y, real, norm, outward, where, plane, ragged: tl.constexpr):
+def _by_channel(y, real, norm, outward, where, plane, ragged: tl.constexpr, exact: tl.constexpr):
     """Codes of one half of the channels, and whether a value is not finite. The grids are stored."""
     if ragged:
         low = tl.min(tl.where(real[:, None], y, float("inf")), 0) * norm
@@ -93,7 +93,7 @@ def _by_channel(y, real, norm, outward, where, plane, ragged: tl.constexpr):
     # A row with NaN or Inf is so throughout, and minima pass over NaN: zero times the sum of a row tells.
     tainted = tl.sum(tl.sum(y * 0.0, 1), 0) == 0.0
     bad = (tainted & (tl.max(high - low, 0) < LARGEST)) == 0
-    lo, scale = grid_of(low, high, outward)
+    lo, scale = grid_of(low, high, outward, exact)
     grid = tl.join(lo.to(tl.bfloat16), scale.to(tl.bfloat16))
     tl.store(where[:, None] + plane * tl.arange(0, 2)[None, :], grid)
     return steps(y * norm, lo[None, :], scale[None, :]).to(tl.uint8), bad

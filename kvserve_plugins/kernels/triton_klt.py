@@ -10,7 +10,7 @@ address, first element of its codes, tokens, position of the first. ``between``:
 import triton
 import triton.language as tl
 
-from kvserve_plugins.kernels.triton_tile import ROUND, product
+from kvserve_plugins.kernels.triton_tile import ROUND, product, to_bf16
 
 MIDDLE = tl.constexpr(127)
 
@@ -19,6 +19,7 @@ MIDDLE = tl.constexpr(127)
 def gather_kernel(
     jobs, cos, sin, mean, scale, matrix, energy, layers, between,
     turned: tl.constexpr, rest: tl.constexpr, rows: tl.constexpr, cell: tl.constexpr,
+    exact: tl.constexpr,
 ):  # fmt: skip
     """Program (job, block of tokens): ``[T, layers * dim]`` in bf16, zeros past the last token of a cell.
 
@@ -43,22 +44,22 @@ def gather_kernel(
             a = tl.load(at, mask=real, other=0.0).to(tl.float32)
             b = tl.load(at + half, mask=real, other=0.0).to(tl.float32)
             x, y = a * turn + b * shift, b * turn - a * shift
-            total += _centred(x, into, mean, scale, layer * dim + c, real)
-            total += _centred(y, into, mean, scale, layer * dim + half + c, real)
+            total += _centred(x, into, mean, scale, layer * dim + c, real, exact)
+            total += _centred(y, into, mean, scale, layer * dim + half + c, real, exact)
     if rest > 0:
         r = turned + tl.arange(0, rest)
         for layer in range(layers):
             at = tl.multiple_of(start + layer * layer_stride, 8) + t[:, None] * dim + r[None, :]
             z = tl.load(at, mask=real, other=0.0).to(tl.float32)
-            total += _centred(z, into, mean, scale, layer * dim + r, real)
+            total += _centred(z, into, mean, scale, layer * dim + r, real, exact)
     tl.atomic_add(energy + tl.program_id(0), tl.sum(total, 0))
 
 
 @triton.jit
-def _centred(x, into, mean, scale, at, real):
+def _centred(x, into, mean, scale, at, real, exact: tl.constexpr):
     """Store values without their mean, which would cost bits of bf16; the energy of each row in the metric."""
     x = tl.where(real, x - tl.load(mean + at)[None, :], 0.0)
-    tl.store(into + at[None, :], x.to(tl.bfloat16))
+    tl.store(into + at[None, :], to_bf16(x, exact))
     x *= tl.load(scale + at)[None, :]
     return tl.sum(x * x, 1)
 
@@ -145,7 +146,7 @@ def decode_kernel(
     else:
         into = first + (n * n_block % dim) + tl.zeros([1, n_block], tl.int32)
     into += t[:, None] * dim + (tl.arange(0, n_block) % dim)[None, :]
-    tl.store(into, x.to(tl.bfloat16), mask=real)
+    tl.store(into, to_bf16(x, exact), mask=real)
 
 
 @triton.jit

@@ -60,10 +60,10 @@ def encode_kernel(
             else:
                 a, b = tl.load(at), tl.load(at + half)
             if rope:
-                a, b = turned_back(a, b, job, token, cos, sin, half)
+                a, b = turned_back(a, b, job, token, cos, sin, half, exact)
             x, y = butterfly(flip(a, sign_a, exact), flip(b, sign_b, exact), h, exact)
             low, high = tl.min(tl.minimum(x, y), 1) * norm, tl.max(tl.maximum(x, y), 1) * norm
-            lo, scale = grid_of(low, high, outward)
+            lo, scale = grid_of(low, high, outward, exact)
             row = t % tiles * packed + tl.arange(0, packed)
             into = tl.multiple_of(codes + tl.load(job + 2), 16) + (row[:, None] * dim + c[None, :])
             left = coalesced(_bytes(steps(x * norm, lo[:, None], scale[:, None]), rows, half), packed, half)

@@ -95,8 +95,8 @@ def store_rows(at, x, real, rows: tl.constexpr, half: tl.constexpr, ragged: tl.c
             tl.store(into, left, mask=real[:, None])
             tl.store(into + 32, right, mask=real[:, None])
         else:
-            tl.store(into, left)
-            tl.store(into + 32, right)
+            tl.store(into, left, cache_modifier=".cs")  # written once, read much later
+            tl.store(into + 32, right, cache_modifier=".cs")
     else:
         x = x.reshape(rows // 16, 2, 8, half).permute(1, 0, 2, 3).reshape(rows, half)
         into = at[:, None] + tl.arange(0, half)[None, :]
@@ -104,6 +104,15 @@ def store_rows(at, x, real, rows: tl.constexpr, half: tl.constexpr, ragged: tl.c
             tl.store(into, x, mask=real[:, None])
         else:
             tl.store(into, x)
+
+
+@triton.jit
+def to_bf16(x, exact: tl.constexpr):
+    """The nearest bf16, ties to even; the interpreter's own conversion cuts off."""
+    if exact:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16)
 
 
 @triton.jit
@@ -133,11 +142,11 @@ def angles(job, token, cos, sin, half: tl.constexpr):
 
 
 @triton.jit
-def turned_back(a, b, job, token, cos, sin, half: tl.constexpr):
+def turned_back(a, b, job, token, cos, sin, half: tl.constexpr, exact: tl.constexpr):
     """Halves of keys without their rotary embedding, in bf16 again."""
     turn, shift = angles(job, token, cos, sin, half)
     a, b = a.to(tl.float32), b.to(tl.float32)
-    return (a * turn + b * shift).to(tl.bfloat16), (b * turn - a * shift).to(tl.bfloat16)
+    return to_bf16(a * turn + b * shift, exact), to_bf16(b * turn - a * shift, exact)
 
 
 @triton.jit
@@ -146,19 +155,19 @@ def finished(x, y, sign_a, sign_b, job, token, cos, sin, half: tl.constexpr, rop
     if rope:
         turn, shift = angles(job, token, cos, sin, half)
         x, y = x * sign_a.to(tl.float32), y * sign_b.to(tl.float32)
-        return (x * turn - y * shift).to(tl.bfloat16), (y * turn + x * shift).to(tl.bfloat16)
+        return to_bf16(x * turn - y * shift, exact), to_bf16(y * turn + x * shift, exact)
     else:
-        x = flip(x.to(tl.bfloat16), sign_a, exact).to(tl.bfloat16)
-        return x, flip(y.to(tl.bfloat16), sign_b, exact).to(tl.bfloat16)
+        x, y = to_bf16(x, exact), to_bf16(y, exact)
+        return flip(x, sign_a, exact).to(tl.bfloat16), flip(y, sign_b, exact).to(tl.bfloat16)
 
 
 @triton.jit
-def grid_of(lo, hi, outward):
+def grid_of(lo, hi, outward, exact: tl.constexpr):
     """Minimum and scale as the reference stores them, in f32: rounded outwards to bf16."""
     bits = lo.to(tl.int32, bitcast=True)
     lo = ((bits + ((bits >> 31) & 0xFFFF)) & -65536).to(tl.float32, bitcast=True)
     quarter = hi * outward - lo * outward
-    return lo, tl.maximum((quarter * 4.0).to(tl.bfloat16).to(tl.float32), SMALLEST)
+    return lo, tl.maximum(to_bf16(quarter * 4.0, exact).to(tl.float32), SMALLEST)
 
 
 @triton.jit

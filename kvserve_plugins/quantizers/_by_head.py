@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -15,9 +16,12 @@ from kvserve_core.errors import FrameError
 from kvserve_core.spec import KVSpec, Region
 from kvserve_core.stages import Quantizer
 from kvserve_core.tensor import TORCH, Params, Part, Quantized
+from kvserve_plugins.kernels.fused_launch import Stream
 from kvserve_plugins.kernels.ranking import rectangles
 from kvserve_plugins.kernels.shapes import shape_of
 
+HIGH, LOW = "high", "low"
+"""The classes: what their parameters' names begin with."""
 Place = tuple[Region, KVSpec, torch.device, Artefacts]
 """What ``bind`` is given."""
 
@@ -47,8 +51,20 @@ class HeadClasses:
         self._dtype, self._device = dtype, place[2]
         self.pieces = tuple(
             _piece(f"{name}.{i}.", rows, columns, quantizer, place)
-            for name, quantizer, chosen in (("high", quantizers[0], ~low), ("low", quantizers[1], low))
+            for name, quantizer, chosen in ((HIGH, quantizers[0], ~low), (LOW, quantizers[1], low))
             for i, (rows, columns) in enumerate(rectangles(chosen))
+        )
+
+    def streams(self, at: Region, levels: Mapping[str, int]) -> tuple[Stream, ...]:
+        """The streams of a place, for a kernel; ``levels`` of each class."""
+        return tuple(
+            Stream(
+                piece.prefix,
+                tuple(at.layers.index(layer) for layer in piece.at.layers),
+                tuple(at.heads.index(head) for head in piece.at.heads),
+                levels[piece.prefix.partition(".")[0]],
+            )
+            for piece in self.pieces
         )
 
     def encode(self, x: Tensor, at: Region) -> Quantized:

@@ -14,7 +14,7 @@ from kvserve_core.stages import Quantizer
 from kvserve_core.tensor import Params, Quantized
 from kvserve_plugins.kernels.norms import root_mean_square
 from kvserve_plugins.kernels.ranking import low_count
-from kvserve_plugins.kernels.shapes import shape_of
+from kvserve_plugins.kernels.shapes import require_shape, shape_of
 from kvserve_plugins.kernels.token_classes import as_bits, from_bits, largest, order
 from kvserve_plugins.quantizers._by_head import Place, bound_with_streams, prefixed, require_streams, under
 
@@ -93,9 +93,9 @@ class TokenClasses:
 
     def _from_bits(self, q: Quantized, at: Region) -> Tensor:
         bits: Params = q.params
-        expected = (*q.shape[:2], -(-q.shape[2] // 8))
-        if bits[BITS].shape != expected or bits[BITS].dtype != torch.uint8:
-            raise FrameError(f"{BITS!r} {list(bits[BITS].shape)} must be bytes of shape {list(expected)}", at)
+        require_shape(bits, (BITS,), (*q.shape[:2], -(-q.shape[2] // 8)), at)
+        if bits[BITS].dtype != torch.uint8:
+            raise FrameError(f"parameter {BITS!r} is of {bits[BITS].dtype}, due are bytes", at)
         return from_bits(bits[BITS], q.shape[2])
 
 

@@ -17,7 +17,7 @@ from kvserve_core.spec import KVSpec, Region
 from kvserve_core.stages import Quantizer
 from kvserve_core.tensor import Part, Quantized
 from kvserve_plugins.kernels.norms import BF16_MAX, bf16_up, largest_magnitude
-from kvserve_plugins.kernels.shapes import shape_of
+from kvserve_plugins.kernels.shapes import reduced, require_shape, shape_of
 
 Axis = Literal["token", "token_head"]
 AXES: dict[Axis, tuple[int, ...]] = {"token": (1, 3), "token_head": (3,)}
@@ -114,10 +114,8 @@ class CacheGen(Quantizer):
             FrameError: ``scale`` of another shape, or another number of streams.
         """
         layers, heads, tokens, dim = q.shape
+        require_shape(q.params, ("scale",), reduced(q.shape, AXES[self.config.axis]), at)
         scale = q.params["scale"]
-        expected = tuple(1 if i in AXES[self.config.axis] else n for i, n in enumerate(q.shape))
-        if scale.shape != expected:
-            raise FrameError(f"'scale' {list(scale.shape)} must be {list(expected)}", at)
         if len(q.parts) != len(self._runs):
             raise FrameError(f"{len(q.parts)} streams, these layers have {len(self._runs)} runs of levels", at)
         codes = torch.cat([part.codes for part in q.parts]).view(layers, heads, dim, tokens).transpose(2, 3)

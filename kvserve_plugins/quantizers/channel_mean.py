@@ -10,9 +10,8 @@ from kvserve_core.errors import NonFiniteError
 from kvserve_core.spec import Region
 from kvserve_core.stages import Quantizer
 from kvserve_core.tensor import Quantized
-from kvserve_plugins.kernels.shapes import shape_of
-
-BF16_MAX = torch.finfo(torch.bfloat16).max
+from kvserve_plugins.kernels.norms import BF16_MAX
+from kvserve_plugins.kernels.shapes import reduced, require_shape, shape_of
 
 
 class ChannelMean(Quantizer):
@@ -48,5 +47,10 @@ class ChannelMean(Quantizer):
         return Quantized((), {"mean": stored}, shape_of(x))
 
     def decode(self, q: Quantized, at: Region) -> Tensor:
-        """``[L, H, T, D]`` in f32: the mean for every token."""
+        """``[L, H, T, D]`` in f32: the mean for every token.
+
+        Raises:
+            FrameError: ``mean`` of another shape.
+        """
+        require_shape(q.params, ("mean",), reduced(q.shape, (2,)), at)
         return q.params["mean"].to(torch.float32).expand(q.shape)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from kvserve_core.component import ANY, Capabilities, ComponentConfig, Tunable
-from kvserve_core.errors import FrameError
 from kvserve_core.spec import Region
 from kvserve_core.stages import Quantizer
 from kvserve_core.tensor import Part, Quantized
 from kvserve_plugins.kernels.norms import bf16_up, largest_magnitude
-from kvserve_plugins.kernels.shapes import shape_of
+from kvserve_plugins.kernels.shapes import reduced, require_shape, shape_of
 
 Axis = Literal["token_head", "channel"]
 AXES: dict[Axis, tuple[int, ...]] = {"token_head": (3,), "channel": (2,)}
@@ -65,10 +64,8 @@ class FP8(Quantizer):
         Raises:
             FrameError: ``scale`` of another shape.
         """
+        require_shape(q.params, ("scale",), reduced(q.shape, AXES[self.config.axis]), at)
         scale = q.params["scale"]
-        expected = tuple(1 if i in AXES[self.config.axis] else n for i, n in enumerate(q.shape))
-        if scale.shape != expected:
-            raise FrameError(f"'scale' {list(scale.shape)} must be {list(expected)}", at)
         codes = q.parts[0].codes.view(q.shape)
         return values(codes.device).take(codes.to(torch.int64)).mul_(scale.to(torch.float32))
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from kvserve_core.component import ANY, Capabilities, ComponentConfig, Tunable
-from kvserve_core.errors import FrameError
 from kvserve_core.spec import SEGMENT_TOKENS, Region
 from kvserve_core.stages import Quantizer
 from kvserve_core.tensor import Part, Quantized
 from kvserve_plugins.kernels.groups import fold, unfold
 from kvserve_plugins.kernels.minmax import Grid, dequantize, grid, quantize
-from kvserve_plugins.kernels.shapes import shape_of
+from kvserve_plugins.kernels.shapes import require_shape, shape_of
 
 Axis = Literal["token_group", "channel_group"]
 AXES: dict[Axis, int] = {"token_group": 2, "channel_group": 3}
@@ -81,7 +80,6 @@ class Kivi(Quantizer):
         """
         codes = fold(q.parts[0].codes.view(q.shape), self._axis, self.config.group_size)
         expected = (*codes.shape[: self._axis + 1], 1, *codes.shape[self._axis + 2 :])
-        lo, scale = q.params["lo"], q.params["scale"]
-        if lo.shape != expected or scale.shape != expected:
-            raise FrameError(f"'lo' {list(lo.shape)} and 'scale' {list(scale.shape)} must be {list(expected)}", at)
-        return unfold(dequantize(codes, Grid(lo, scale), self._levels), self._axis, q.shape[self._axis])
+        require_shape(q.params, ("lo", "scale"), expected, at)
+        cells = Grid(q.params["lo"], q.params["scale"])
+        return unfold(dequantize(codes, cells, self._levels), self._axis, q.shape[self._axis])

@@ -21,9 +21,10 @@ from kvserve_core.registry import default_registry
 from kvserve_core.spec import KVSpec, Region
 from kvserve_core.stages import Codec, Fusion, Quantizer, Transform
 from kvserve_core.tensor import TORCH, Quantized
-from kvserve_plugins.kernels.fused_rotation import Stream, fusion
+from kvserve_plugins.kernels.fused_launch import Stream
+from kvserve_plugins.kernels.fused_rotation import fusion
 from kvserve_plugins.kernels.ranking import Scores, is_rectangular, last_layers, low_heads, low_layers
-from kvserve_plugins.quantizers._by_head import HeadClasses, Place
+from kvserve_plugins.quantizers._by_head import HIGH, LOW, HeadClasses, Place
 from kvserve_plugins.quantizers._by_token import TokenClasses, TokenScore
 from kvserve_plugins.quantizers.uniform import Uniform
 
@@ -124,17 +125,11 @@ class MixHQ(Quantizer):
         return fusion(transforms, codec, finer, False, spec, device) if same else None
 
     def streams(self, at: Region) -> tuple[Stream, ...]:
-        """The streams of a place, class by class, of a bound quantizer with classes of heads."""
-        levels = {"high": self._high, "low": self._low}
-        return tuple(
-            Stream(
-                piece.prefix,
-                tuple(at.layers.index(layer) for layer in piece.at.layers),
-                tuple(at.heads.index(head) for head in piece.at.heads),
-                levels[piece.prefix.partition(".")[0]].config.levels,  # type: ignore[attr-defined]  # both are Uniform
-            )
-            for piece in self._classes.pieces  # type: ignore[union-attr]  # not of tokens
-        )
+        """The streams of a place, class by class, of a bound quantizer that :meth:`fuse` has a kernel for; else none."""
+        high, low, classes = self._high, self._low, self._classes
+        if not (isinstance(high, Uniform) and isinstance(low, Uniform) and isinstance(classes, HeadClasses)):
+            return ()
+        return classes.streams(at, {HIGH: high.config.levels, LOW: low.config.levels})
 
     def _split(self, place: Place, dtype: torch.dtype) -> HeadClasses | TokenClasses:
         cfg, both = self.config, (self._high, self._low)

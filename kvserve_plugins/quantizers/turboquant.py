@@ -11,14 +11,13 @@ from torch import Tensor
 
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.component import ANY, Capabilities, ComponentConfig, Tunable
-from kvserve_core.errors import FrameError
 from kvserve_core.spec import KVSpec, Region
 from kvserve_core.stages import Quantizer
 from kvserve_core.tensor import Part, Quantized
 from kvserve_plugins.kernels.hadamard import gemm_is_exact, norms, sums
 from kvserve_plugins.kernels.lloyd_max import dequantize, quantize
 from kvserve_plugins.kernels.norms import BF16_MAX, SMALLEST, root_mean_square
-from kvserve_plugins.kernels.shapes import shape_of
+from kvserve_plugins.kernels.shapes import reduced, require_shape, shape_of
 from kvserve_plugins.kernels.signs import signs
 
 Bits = Literal[1, 2, 3, 4, 5]
@@ -92,9 +91,8 @@ class TurboQuant(Quantizer):
         Raises:
             FrameError: ``norm`` of another shape.
         """
+        require_shape(q.params, ("norm",), reduced(q.shape, (3,)), at)
         norm = q.params["norm"]
-        if norm.shape != (*q.shape[:3], 1):
-            raise FrameError(f"'norm' {list(norm.shape)} must be {[*q.shape[:3], 1]}", at)
         points = dequantize(q.parts[0].codes.view(q.shape), self.config.bits)
         unit = sums(points, gemm=self._gemm).mul_(self._signs)
         return unit.mul_(norm.to(torch.float32)).clamp_(-BF16_MAX, BF16_MAX)

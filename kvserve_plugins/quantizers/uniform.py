@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from kvserve_core.component import ANY, Capabilities, ComponentConfig, Tunable
-from kvserve_core.errors import FrameError
 from kvserve_core.spec import KVSpec, Region
 from kvserve_core.stages import Codec, Fusion, Quantizer, Transform
 from kvserve_core.tensor import Part, Quantized, Shape
-from kvserve_plugins.kernels.fused_rotation import Stream, fusion
+from kvserve_plugins.kernels.fused_launch import Stream
+from kvserve_plugins.kernels.fused_rotation import fusion
 from kvserve_plugins.kernels.minmax import Grid, ParamDType, dequantize, grid, quantize
-from kvserve_plugins.kernels.shapes import shape_of, split_last
+from kvserve_plugins.kernels.shapes import reduced, require_shape, shape_of, split_last
 
 Axis = Literal["token", "channel", "token_head", "tensor", "group"]
 AXES: dict[Axis, tuple[int, ...]] = {
@@ -92,12 +92,8 @@ class Uniform(Quantizer):
             FrameError: ``lo`` or ``scale`` of another shape; together they could broadcast to any size.
         """
         codes = self._fold(q.parts[0].codes.view(q.shape))
-        axes = AXES[self.config.axis]
-        expected = tuple(1 if i in axes else n for i, n in enumerate(codes.shape))
-        lo, scale = q.params["lo"], q.params["scale"]
-        if lo.shape != expected or scale.shape != expected:
-            raise FrameError(f"'lo' {list(lo.shape)} and 'scale' {list(scale.shape)} must be {list(expected)}")
-        cells = Grid(lo, scale)
+        require_shape(q.params, ("lo", "scale"), reduced(codes.shape, AXES[self.config.axis]), at)
+        cells = Grid(q.params["lo"], q.params["scale"])
         return self._unfold(dequantize(codes, cells, self.config.levels), q.shape)
 
     def _fold(self, x: Tensor) -> Tensor:

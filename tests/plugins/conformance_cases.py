@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blake3 import blake3
+
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.component import Kind
 from kvserve_core.registry import default_registry
@@ -36,14 +38,20 @@ class Setup:
     labels: Mapping[int, str] = field(default_factory=dict)
 
 
+def klt_bases() -> dict[str, bytes]:
+    """Bases per head, and over all heads, over all layers of a small model."""
+    source, layers, heads = klt_files.Source(), klt_files.model().groups[0].layers, range(klt_files.HEADS)
+    each = source.file([(layers, (head,)) for head in heads])
+    return {"head": each, "all": source.file([(layers, tuple(heads))])}
+
+
 def klt() -> dict[str, Any]:
-    """A basis per head over all layers of a small model, and values like those it is made of."""
+    """The bases, and values like those they are made of."""
     model, source = klt_files.model(), klt_files.Source()
-    layers = model.groups[0].layers
     artefacts = Artefacts()
-    digest = artefacts.add(source.file([(layers, (head,)) for head in range(klt_files.HEADS)]))
+    for data in klt_bases().values():
+        artefacts.add(data)
     return {
-        "configuration": {"basis": digest},
         "artefacts": artefacts,
         "model": model,
         "plane": "kv",
@@ -58,7 +66,10 @@ def own_tables() -> dict[str, Any]:
 
 SETUPS: dict[tuple[Kind, str], Setup] = {
     ("transform", "hadamard"): Setup(max_error=lambda x, _: 2e-6 * x.norm(dim=-1, keepdim=True)),
-    ("transform", "klt"): Setup(calibrated=klt),
+    ("transform", "klt"): Setup(
+        tuple({"basis": blake3(data).hexdigest(), "per": per} for per, data in klt_bases().items()),
+        calibrated=klt,
+    ),
     ("quantizer", "uniform"): Setup(
         (
             *({"axis": axis} for axis in ("channel", "token", "token_head", "tensor", "group")),

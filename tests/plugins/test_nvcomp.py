@@ -79,6 +79,12 @@ def test_options_are_64_bytes_that_begin_with_the_fields(name: str, way: str) ->
     assert not any(data[struct.calcsize("<" + layout) :])
 
 
+def test_two_byte_floats_are_named_both_ways() -> None:
+    for kind, number in (("u8", 1), ("f16", 10)):
+        made = nvcomp.NvcompANS(nvcomp.NvcompANS.Config(data_type=kind)).variant
+        assert made.compress == made.decompress == ("ii", (0, number))
+
+
 class FakeLibrary:
     """The functions of a libnvcomp that bounds a chunk by twice its size and wants 100 bytes of scratch."""
 

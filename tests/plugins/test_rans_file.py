@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -10,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvserve_core.artefacts import NONE, Artefacts
-from kvserve_core.errors import ArtefactError
+from kvserve_core.errors import ArtefactError, UnavailableComponentError
 from kvserve_core.tensor import Part
 from kvserve_plugins.codecs.rans import Rans
-from kvserve_plugins.kernels import rans_file
+from kvserve_plugins.kernels import rans_file, rans_fit
 from kvserve_plugins.kernels.blobs import blob_of
-from kvserve_plugins.kernels.rans_set import PUBLISHED
+from kvserve_plugins.kernels.rans_set import PUBLISHED, TableSet
+from kvserve_plugins.quantizers.bitplane import Bitplane
 from plugins import rans_reference
 from plugins.rans_files import OWN_TABLES, File, even_counts, file_of
 from plugins.stage_checks import CPU, model, place, same_bits, shell
@@ -133,14 +135,14 @@ def test_fitted_tables_follow_the_codes() -> None:
     data = Rans.fitted(
         lambda: [part_of(even(seed=i)) for i in range(3)], {"from": "a test"}, lambda *at: seen.append(at)
     )
-    assert seen == [(i, rans_file.ROUNDS) for i in range(1, rans_file.ROUNDS + 1)]
+    assert seen == [(i, rans_fit.ROUNDS) for i in range(1, rans_fit.ROUNDS + 1)]
     part = part_of(even(seed=9))
     assert len(blob(bound(File(data)), part)) < 0.85 * len(blob(bound(None), part))
     assert b"a test" in data
 
 
 def test_tables_of_nothing_are_the_published_ones() -> None:
-    made = rans_file.tables_of(np.zeros((63, 17)))
+    made = rans_fit.tables_of(np.zeros((63, 17)))
     assert np.abs(made.frequencies.astype(int) - PUBLISHED.frequencies.astype(int)).max() <= 1
     rans_file.parse(rans_file.write(made, {}))
 
@@ -149,6 +151,60 @@ def test_a_fit_never_makes_its_own_codes_larger() -> None:
     draw = np.random.default_rng(0)
     for rows in (1, 30):
         q = np.rint(draw.laplace(size=(rows, 16)) * np.geomspace(4, 0.5, rows)[:, None]).astype(np.int32)
-        parts = [q] * rans_file.SAMPLE
-        made = rans_file.fitted(lambda parts=parts: parts, lambda *_: None)
-        assert len(rans_file.pack([q], made)[0]) <= len(rans_file.pack([q])[0])
+        parts = [q] * rans_fit.SAMPLE
+        made = rans_fit.fitted(lambda parts=parts: parts, lambda *_: None)
+        assert len(rans_fit.pack([q], made)[0]) <= len(rans_fit.pack([q])[0])
+
+
+def bitplane_parts(scale: float) -> list[Part]:
+    x = (torch.randn(3, 4, 64, 64, generator=torch.Generator().manual_seed(0)) * scale).bfloat16()
+    stage = Bitplane(Bitplane.Config()).bind(place(64), model(), CPU, NONE)
+    return list(stage.encode(x, place(64)).parts)
+
+
+def without_zero(largest: int) -> list[Part]:
+    draw = np.random.default_rng(3)
+    shape = (60, 4096)
+    return [part_of(draw.integers(1, largest + 1, shape) * draw.choice([-1, 1], shape)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.01, 0.003])
+def test_tables_of_bytes_that_are_no_centred_codes_can_be_read(scale: float) -> None:
+    parts = bitplane_parts(scale)
+    stage = bound(File(Rans.fitted(lambda: parts, {}, lambda *_: None)))
+    for part in parts:
+        assert same_bits(stage.decode([blob_of(blob(stage, part))], [shell(part)])[0], part.codes)
+
+
+@pytest.mark.parametrize("largest", [1, 2, 7])
+def test_tables_of_codes_without_zero_serve_them(largest: int) -> None:
+    parts = without_zero(largest)
+    stage = bound(File(Rans.fitted(lambda: parts, {}, lambda *_: None)))
+    data = blob(stage, parts[0])
+    assert len(data) < len(blob(bound(None), parts[0]))
+    assert same_bits(stage.decode([blob_of(data)], [shell(parts[0])])[0], parts[0].codes)
+
+
+@pytest.mark.parametrize("magnitude", range(17))
+def test_tables_of_a_single_magnitude_can_be_read(magnitude: int) -> None:
+    seen = np.zeros((63, 17))
+    seen[:, magnitude] = 1e12
+    made = rans_fit.tables_of(seen)
+    rans_file.parse(rans_file.write(made, {}))
+    assert (made.frequencies.sum(1) == 4096).all()
+
+
+def test_tables_that_could_not_be_read_are_not_written() -> None:
+    frequencies = PUBLISHED.frequencies.copy()
+    frequencies[5, 15] += 1
+    with pytest.raises(ValueError, match="must sum to 4096"):
+        rans_file.write(TableSet(frequencies), {})
+
+
+def test_without_safetensors_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("safetensors", "safetensors.numpy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UnavailableComponentError, match=r"pip install 'kvserve\[hf\]'"):
+        rans_file.parse(OWN_TABLES.data)
+    with pytest.raises(UnavailableComponentError, match="'safetensors'"):
+        rans_file.write(PUBLISHED, {})

@@ -14,7 +14,7 @@ from kvserve_core.decoder import Decoder
 from kvserve_core.spec import whole
 from kvserve_plugins.kernels import fused_klt
 from plugins.klt_files import OVER_ALL, PER_HEAD, Source, model
-from triton_cases import DEVICE, INTERPRETED
+from triton_cases import DEVICE
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def batch_of(pipeline: Pipeline, total: int) -> tuple[Any, list[tuple[Any, Tenso
 @pytest.mark.parametrize("per", ["head", "all"])
 def test_kernels_and_stages_read_each_other(per: str, fused: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, artefacts = made(per)
-    header, batch = batch_of(pipeline, 300)
+    header, batch = batch_of(pipeline, 256 if per == "all" else 70)  # full cells, and one that is not
     segments = pipeline.encode(batch)
     assert fused == [len(batch)]
     assert all(s.chain != 0 for s in segments)
@@ -66,8 +66,7 @@ def test_kernels_and_stages_read_each_other(per: str, fused: list[int], monkeypa
     for (_, x), a, b, (_, ideal) in zip(batch, mine, theirs, reference, strict=True):
         scale = x.float().abs().amax()
         assert (a.float() - b.float()).abs().amax() <= 2**-6 * scale
-        slack = 1.15 if INTERPRETED else 1.05  # the interpreter cuts bf16 off where a GPU rounds
-        assert (a.float() - x.float()).norm() <= slack * (ideal.float() - x.float()).norm()
+        assert (a.float() - x.float()).norm() <= 1.05 * (ideal.float() - x.float()).norm()
 
 
 def test_what_does_not_fit_into_bytes_goes_stage_by_stage(fused: list[int]) -> None:
