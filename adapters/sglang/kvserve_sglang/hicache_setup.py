@@ -98,13 +98,12 @@ def check_page(page_size: int) -> None:
         )
 
 
-def page_spec(served: Served, pool: Any) -> tuple[KVSpec, KVSpec]:
+def page_spec(served: Served, dtype: torch.dtype) -> tuple[KVSpec, KVSpec]:
     """The model's cache, and the same as pages hold it: without windows, as a page may continue any prefix.
 
     Raises:
         UnsupportedSpecError: a cache that pages do not hold.
     """
-    dtype = torch.uint8 if pool.dtype.itemsize == 1 else pool.dtype
     model = model_spec(served.config, dtype, served.model, None)
     check_storable(model)
     return model, KVSpec(model.model_id, tuple(replace(group, window=None) for group in model.groups))
@@ -127,14 +126,27 @@ def open_cache(pool: Any, storage_config: Any, served: Served, settings: Setting
     extra = check_config(storage_config)
     check_page(pool.page_size)
     settings = settings or load_settings(extra.get("kvserve")).settings
-    model, kv = page_spec(served, pool)
+    dtype = torch.uint8 if pool.dtype.itemsize == 1 else pool.dtype
+    model, kv = page_spec(served, dtype)
     pages = host_pages(pool, kv, shard_of(pool, storage_config))
-    deployment = PageDeployment(Deployment.load(settings, model), kv, pages.page_size)
-    pipelines = deployment.pipelines(pages.shard, CPU)
-    store = PageStore(deployment, pages, pipelines, str(extra.get("store", DEFAULT_STORE)))
     metrics = Exporter(served.metrics or storage_config.enable_storage_metrics)
+    cache = cache_of(pages, model, served, settings, metrics, str(extra.get("prefix_store", DEFAULT_STORE)))
+    return replace(cache, alone=storage_config.tp_size * storage_config.pp_size == 1)
+
+
+def cache_of(
+    pages: HostPages, model: KVSpec, served: Served, settings: Settings, metrics: Exporter, store: str = DEFAULT_STORE
+) -> PageCache:
+    """The cache over pages of any origin.
+
+    Raises:
+        ConfigError: the settings, their library or their store are wrong.
+    """
+    deployment = PageDeployment(Deployment.load(settings, model), pages.kv, pages.page_size)
+    pipelines = deployment.pipelines(pages.shard, CPU)
     acceptable = deployment.acceptable(pipelines, None)
-    return PageCache(deployment, store, space_of(pages, served), acceptable, metrics, Held())
+    kept = PageStore(deployment, pages, pipelines, store)
+    return PageCache(deployment, kept, space_of(pages, served), acceptable, metrics, Held())
 
 
 def space_of(pages: HostPages, served: Served) -> str:

@@ -67,6 +67,7 @@ class PrefillSide:
         self._open: dict[int, Sending] = {}
         self._by_id: dict[str, Sending] = {}
         self._early: dict[int, Decided] = {}
+        self._fallbacks = 0
         self.producer = rank.deployment.producer(rank.pipelines, self.gather)
         self.pump = Pump("kvserve-prefill", self._handle, self._poll, lambda: bool(self._open or self._by_id))
 
@@ -227,7 +228,7 @@ class PrefillSide:
     def _poll(self) -> None:
         events = self.producer.poll()
         if events:
-            self._rank.exporter.set("published_bytes", self.producer.budget.held_bytes)
+            self._export()
         for event in events:
             match event:
                 case Freed():
@@ -239,6 +240,12 @@ class PrefillSide:
                     self._by_id.pop(event.transfer_id, None)
                     self._delivered(event)
         self._end_waiting()
+
+    def _export(self) -> None:
+        self._rank.exporter.set("published_bytes", self.producer.budget.held_bytes)
+        raw = self.producer.counters.snapshot().get("fallback_raw", 0)
+        self._rank.exporter.count("fallbacks", raw - self._fallbacks, rung=RAW)  # segments
+        self._fallbacks = raw
 
     def _failed(self, event: Failed) -> None:
         sending = self._by_id.pop(event.transfer_id, None)

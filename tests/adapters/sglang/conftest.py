@@ -13,6 +13,19 @@ os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_HOST_IP="127.0.0.1", HF_HUB_
 sys.path.insert(0, str(HERE))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The engine's own imports warn of what they find on a CPU, and its bootstrap server ends without its tasks; our
+    code is held to no warning at all."""
+    for line in (
+        r"ignore::DeprecationWarning:torch\..*",
+        r"ignore::DeprecationWarning:importlib\._bootstrap",
+        r"ignore::UserWarning:sglang\..*",
+        r"ignore::DeprecationWarning:sglang\..*",
+        r"ignore:unclosed.*:ResourceWarning",
+    ):
+        config.addinivalue_line("filterwarnings", line)
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from sgl_models import make_llama

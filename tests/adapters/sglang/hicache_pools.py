@@ -43,7 +43,9 @@ def host_pool(kind: str, layout: str, dtype: torch.dtype = torch.bfloat16, ranks
 
 def storage_config(kind: str, folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> HiCacheStorageConfig:
     """What SGLang's controller would say; settings: kvserve's."""
-    extra = {"interface_v1": 1, "kvserve": {"transport": {"file": {"path": str(folder)}}, **settings}}
+    policy = {"name": "static", "configuration": {"profile": "lossless"}}
+    given = {"transport": {"file": {"path": str(folder)}}, "policy": policy, **settings}
+    extra = {"interface_v1": 1, "kvserve": given}
     return HiCacheStorageConfig(rank, ranks, 0, 1, 0, 1, kind == "mla", False, False, "tiny", extra_config=extra)
 
 
@@ -74,7 +76,7 @@ def fill(pool: Any, pages: list[int], seed: int = 1) -> list[torch.Tensor]:
 
 def cast(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Values as a page holds them; bytes where the page holds bytes."""
-    return values.to(like.dtype) if like.dtype.is_floating_point else (values * 40 + 128).to(torch.uint8)
+    return values.to(like.dtype) if like.dtype.is_floating_point else (values * 10 + 128).to(torch.uint8)
 
 
 def keys_of(count: int, first: int = 0) -> list[str]:

@@ -6,6 +6,7 @@ Bootstrap, control sockets and the kvserve transport are the real ones, over loo
 from __future__ import annotations
 
 import contextlib
+import inspect
 import socket
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
@@ -49,6 +50,9 @@ MHA = {
 MLA = MHA | {"model_type": "deepseek_v2", "kv_lora_rank": 64, "qk_rope_head_dim": 16}
 Pages = np.ndarray
 OPTIONS = RequestOptions()
+OLDER = "dest_tp_ranks" in inspect.signature(CommonKVSender.__init__).parameters
+SENDER_EXTRA = {"dest_tp_ranks": [0], "pp_rank": 0} if OLDER else {}
+"""What SGLang's scheduler passed beside, up to 0.5.21."""
 NAMES = {value: name for name, value in vars(KVPoll).items() if isinstance(value, int)}
 
 
@@ -206,7 +210,8 @@ class Pair:
         self, room: int, pages: Pages, prefix: int = 0, aux: int = 5, states: list[Any] | None = None
     ) -> tuple[list[Any], list[Any]]:
         """The ranks' senders, and their receivers, which have asked for ``pages`` of their own."""
-        senders = [self._classes[KVClassType.SENDER](s.manager, self.address, room) for s in self.prefills]
+        make = self._classes[KVClassType.SENDER]
+        senders = [make(side.manager, self.address, room, **SENDER_EXTRA) for side in self.prefills]
         receivers = []
         for side in self.decodes:
             wait(lambda side=side: side.manager.try_ensure_parallel_info(self.address), "the prefill's topology")

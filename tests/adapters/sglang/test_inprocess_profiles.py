@@ -50,10 +50,11 @@ def send(pair: Pair, room: int, options: RequestOptions = inprocess.OPTIONS) -> 
     pair.write_aux(room)
     sender.init(len(source), aux_index=1)
     sender.describe(total, options)
-    sender.send(source, num_kv_tokens=total)
-    wait(lambda: receiver.poll() in (0, 4), "the end")
-    assert receiver.poll() == 4, inprocess.failure(receiver)
-    profile = pair.decode.manager.side.last_profile
+    with pytest.MonkeyPatch.context() as patch:
+        told = spy(patch, pair.prefill.manager.side._rank.rooms, "tell")
+        sender.send(source, num_kv_tokens=total)
+        assert pair.settle(receiver) == ["Success"]
+    profile = told[0][1].profile
     mine, theirs = inprocess.slots(source, 16, total), inprocess.slots(target, 16, total)
     buffers = zip(pair.prefill.pool.k_buffer, pair.decode.pool.k_buffer, strict=True)
     worst = max(float((a[mine].float() - b[theirs].float()).abs().max()) for a, b in buffers)
