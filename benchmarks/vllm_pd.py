@@ -32,12 +32,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "adapters" / "vllm"))
 
-import servers
-from servers import Process
 from vllm_pairs.clients import OUTPUT_TOKENS, PROMPT_TOKENS, Clients, Timed, prompts
 from vllm_pairs.tpot import measure_tpot
 
+import vllm_servers as servers
 from kvserve_hf.convert import smollm2
+from vllm_servers import Process
 
 LINKS = {"20Mbps": "20Mbps", "100Mbps": "100Mbps", "1Gbps": "1Gbps", "unlimited": None}
 UNLIMITED_ROUNDS = 3

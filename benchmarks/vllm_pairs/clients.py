@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import servers
-from servers import MODEL, Process, wait_until
+
+import vllm_servers as servers
+from vllm_servers import MODEL, Process, wait_until
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1500, 16
 RAW_ONLY = {"quantizer:identity": [1], "codec:raw": [1]}

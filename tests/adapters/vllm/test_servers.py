@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-import servers
-from servers import MODEL, Process, wait_until
 
+import vllm_servers as servers
 from kvserve_hf.convert import smollm2
+from vllm_servers import MODEL, Process, wait_until
 
 TOKENS = 12
 SETTINGS = {"deadline": "20s", "lease": "20s", "transport": {"tcp": {"max_bandwidth": "400Mbps", "heartbeat": "1s"}}}
