@@ -30,7 +30,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "adapters" / "vllm"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from vllm_pairs.clients import OUTPUT_TOKENS, PROMPT_TOKENS, Clients, Timed, prompts
 from vllm_pairs.tpot import measure_tpot

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import typer
 from pydantic import BaseModel
 from typer.models import ArgumentInfo, OptionInfo
 
@@ -72,6 +73,8 @@ def _command(name: str, command: Command) -> str:
 def _parameters(function: Any) -> Iterator[tuple[str, str, str]]:
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is typer.Context:
+            continue  # given by typer, not by the user
         info = next(m for m in hints[name].__metadata__ if hasattr(m, "param_decls"))
         required = parameter.default is inspect.Parameter.empty
         default = "" if required or parameter.default in (None, False) else f"`{parameter.default}`"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 from blake3 import blake3
 
 from kvserve_core.errors import ArtefactError
+from kvserve_core.json_text import parsed
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class Artefacts:
 
     def json(self, digest: str) -> Any:
         """A JSON artefact."""
-        return json.loads(self.read(digest))
+        return parsed(self.read(digest))
 
 
 NONE = Artefacts()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Mapping, Sequence
 
 from kvserve_core.errors import ConfigError
+from kvserve_core.json_text import parsed
 
 Scores = Sequence[Sequence[float]]
 """``[L][H]``."""
@@ -24,7 +24,7 @@ def read_scores(text: str, path: str = "scores") -> list[list[float]]:
     """
     try:
         if text.lstrip().startswith(("[", "{")):
-            found = json.loads(text)
+            found = parsed(text)
             rows = [[float(x) for x in row] for row in (found["scores"] if isinstance(found, dict) else found)]
         else:
             lines = [line for line in text.splitlines() if line.strip()]

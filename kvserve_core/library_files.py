@@ -6,7 +6,6 @@ files, and no entry can be larger than the file that holds it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import struct
@@ -19,6 +18,7 @@ from typing import IO, Any
 
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.errors import ArtefactError, ConfigError
+from kvserve_core.json_text import parsed
 
 SUFFIX = ".kvlib"
 INDEX = "library.json"
@@ -38,8 +38,8 @@ def json_of(text: bytes | str) -> Any:
         ConfigError: it is not JSON, or not an object.
     """
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
+        value = parsed(text)
+    except ValueError as error:
         raise ConfigError(f"{INDEX} is not JSON: {error}; {_WHAT}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{INDEX} must hold an object, got {type(value).__name__}; {_WHAT}")
@@ -101,8 +101,8 @@ def _write(path: Path, index: bytes, artefacts: Mapping[str, bytes]) -> None:
     (path / FOLDER).mkdir(parents=True, exist_ok=True)
     for digest, data in artefacts.items():  # first: what a new index names is already there, and never changes
         if not (path / FOLDER / digest).exists():
-            _write_bytes(path / FOLDER / digest, data)
-    _write_bytes(path / INDEX, index)
+            write_bytes(path / FOLDER / digest, data)
+    write_bytes(path / INDEX, index)
 
 
 def _write_zip(file: IO[bytes], entries: Mapping[str, bytes]) -> None:
@@ -114,7 +114,8 @@ def _write_zip(file: IO[bytes], entries: Mapping[str, bytes]) -> None:
             archive.writestr(info, data)
 
 
-def _write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file so that a reader at any moment finds the old one or the new one, whole."""
     with _replacing(path) as file:
         file.write(data)
 

@@ -12,12 +12,15 @@ from kvserve_core.component import config_error
 from kvserve_core.errors import ConfigError
 from kvserve_core.units import Duration
 
+MAX_SLO_S = 86400.0
+"""A day: more says nothing, and numbers without bound overflow in sums and powers of them."""
+
 
 class _Given(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     workload: str | None = Field(None, min_length=1, max_length=128)
-    slo: Duration | None = Field(None, gt=0)
+    slo: Duration | None = Field(None, gt=0, le=MAX_SLO_S)
     min_quality: float | None = Field(None, ge=0, le=1)
     slo_kind: Literal["ttft", "jct"] = "ttft"
     output_tokens: int = Field(0, ge=0, le=2**31)

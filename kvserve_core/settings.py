@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from kvserve_core.component import ComponentSpec, config_error
 from kvserve_core.errors import ConfigError, did_you_mean
+from kvserve_core.json_text import parsed
 from kvserve_core.units import Bandwidth, Duration, Size
 from kvserve_core.wire import VERSION
 
@@ -232,7 +232,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested too deep
+    except ValueError as error:  # not TOML, not UTF-8, or nested too deep
         raise ConfigError(f"the config file {str(path)!r} is not TOML: {error}") from error
     if isinstance(values.get("library"), str):
         values["library"] = str(path.parent / Path(values["library"]).expanduser())
@@ -267,8 +267,8 @@ def _env_value(name: str, text: str) -> Any:
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parsed(text)
+    except ValueError as error:
         raise ConfigError(f"the variable {name!r} begins like JSON but is not: {error}") from error
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from kvserve_core.cli.output import AsJson, OfKind, kind_of, print_json, print_table
 from kvserve_core.cli.show import Name, only_kind
+from kvserve_core.component import ComponentConfig
 from kvserve_core.errors import ConfigError
+from kvserve_core.json_text import parsed
 from kvserve_core.registry import default_registry
-from kvserve_core.testing import Result, Subject, checks_for, result
+from kvserve_core.testing import Check, Result, Subject, checks_for, result
+from kvserve_core.testing.check import STAGES, always
+from kvserve_core.testing.checks_config import instance
+from kvserve_core.testing.checks_golden import folder_of, write
 
 Config = Annotated[str | None, typer.Option("--config", help="Its configuration as JSON; the default one if absent.")]
 Golden = Annotated[Path | None, typer.Option("--golden", help="The folder of its golden frames, checked as well.")]
@@ -38,16 +43,17 @@ def check(
 ) -> None:
     """Check that a component does what every component of its kind must; exit with 1 if it does not."""
     subject = _subject(name, kind, config, golden, library, device)
-    if write_golden:
-        _write_golden(subject, quiet=as_json)
-    results = [result(each, subject) for each in checks_for(subject) if only in (None, each.name)]
+    results = _results(subject, only, write_golden, as_json)
     if not results:
         raise ConfigError(f"no check of a {subject.kind} is called {only!r}; run it without '--only' to see them")
     if as_json:
-        about = {"kind": subject.kind, "name": name, "configuration": subject.config.model_dump(mode="json")}
+        about = {"kind": subject.kind, "name": name, "configuration": _configured(subject).model_dump(mode="json")}
         print_json(about | {"checks": [asdict(each) for each in results]})
     else:
         _print(subject, results)
+    if all(each.status == "skipped" for each in results):
+        typer.echo(f"error: nothing was checked: {results[0].detail}", err=True)
+        raise typer.Exit(1)
     if any(each.status == "failed" for each in results):
         raise typer.Exit(1)
 
@@ -55,29 +61,50 @@ def check(
 def _subject(
     name: str, kind: str | None, config: str | None, golden: Path | None, library: Path | None, device: str
 ) -> Subject:
-    import torch
-
     registry = default_registry()
     chosen = kind_of(kind) if kind else only_kind(registry, name)
-    more: dict[str, Any] = {"golden": golden, "device": torch.device(device)}
+    more: dict[str, Any] = {"golden": _folder(golden), "device": _device(device)}
     if library is not None:
         from kvserve_core.library import ProfileLibrary
 
         more["artefacts"] = ProfileLibrary.load(library).artefacts
     subject = Subject.of(chosen, name, _json(config), registry, **more)
-    try:
-        _ = subject.stage  # a wrong configuration is an error of the command, not of the component
+    try:  # a wrong configuration is an error of the command, not of the component
+        _configured(subject)
     except ConfigError as error:
         hint = "" if config else f"; pass --config JSON, 'kvserve show {name}' lists the fields"
         raise ConfigError(error.reason + hint, error.path) from error
     return subject
 
 
+def _configured(subject: Subject) -> ComponentConfig:
+    """Its validated configuration, without an instance, which may fail."""
+    return (subject.registry or default_registry()).configure(subject.kind, subject.spec)[1]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch was built without it
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"no device {name!r} here: {reason}; name one such as 'cpu' or 'cuda:0'", "--device"
+        ) from None
+    return device
+
+
+def _folder(golden: Path | None) -> Path | None:
+    if golden is not None and golden.exists() and not golden.is_dir():
+        raise ConfigError(f"{str(golden)!r} is a file; name the folder of golden frames", "--golden")
+    return golden
+
+
 def _json(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        value = json.loads(text)
+        value = parsed(text)
     except ValueError as error:
         raise ConfigError(f"{text!r} is not JSON: {error}", "--config") from None
     if not isinstance(value, dict):
@@ -85,12 +112,24 @@ def _json(text: str | None) -> dict[str, Any] | None:
     return value
 
 
-def _write_golden(subject: Subject, *, quiet: bool) -> None:
-    from kvserve_core.testing.checks_golden import write
+def _results(subject: Subject, only: str | None, write_golden: bool, quiet: bool) -> list[Result]:
+    chosen = checks_for(subject)
+    if chosen != [instance]:  # else it cannot even be created, and this says why
+        written = _write_golden(subject, quiet) if write_golden else []
+        return written + [result(each, subject) for each in chosen if only in (None, each.name)]
+    return [result(instance, subject)]
 
-    written = write(subject)
+
+def _write_golden(subject: Subject, quiet: bool) -> list[Result]:
+    """Nothing, or why the frame could not be written."""
+    folder_of(subject)
+    paths: list[Path | None] = []
+    found = result(Check("write_golden", STAGES, lambda s: paths.append(write(s)), always), subject)
+    if found.status != "ok":
+        return [found]
     if not quiet:
-        typer.echo(f"wrote {written}" if written else "the golden frame is there already; it is never rewritten")
+        typer.echo(f"wrote {paths[0]}" if paths[0] else "the golden frame is there already; it is never rewritten")
+    return []
 
 
 def _print(subject: Subject, results: list[Result]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import inf
 from operator import itemgetter
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvserve_core.cli.output import AsJson, print_json, print_table
 from kvserve_core.component import ComponentSpec
 from kvserve_core.controller import Controller
 from kvserve_core.errors import ConfigError
+from kvserve_core.json_text import parsed
 from kvserve_core.latency import Line, lower_envelope, threshold
 from kvserve_core.library import ProfileLibrary
 from kvserve_core.policy import Decision, ServiceContext
@@ -110,7 +110,7 @@ def _envelope(control: Controller, decision: Decision) -> list[dict[str, Any]]:
 
 def _spec(text: str) -> ComponentSpec:
     try:
-        return ComponentSpec.model_validate(json.loads(text) if text.startswith("{") else {"name": text})
+        return ComponentSpec.model_validate(parsed(text) if text.startswith("{") else {"name": text})
     except ValueError as error:
         raise ConfigError(f"{text!r} is neither a name nor a spec in JSON: {error}", "policy") from None
 

@@ -13,6 +13,7 @@ from kvserve_core.cli.output import AsJson, print_json, print_table
 from kvserve_core.dialect_tables import read_scores, read_speeds
 from kvserve_core.errors import ConfigError, did_you_mean
 from kvserve_core.importer import Import, fits_inline, import_library, import_pipeline
+from kvserve_core.json_text import parsed
 from kvserve_core.library import ProfileLibrary
 from kvserve_core.registry import default_registry
 from kvserve_core.units import format_bandwidth
@@ -120,7 +121,7 @@ def _is_table(raw: Any) -> bool:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(_text(path))
+        return parsed(_text(path))
     except ValueError as error:
         raise ConfigError(f"not JSON: {error}", str(path)) from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import typer
 from kvserve_core.cli.output import AsJson, print_json, print_table
 from kvserve_core.component import ComponentSpec
 from kvserve_core.errors import ConfigError
+from kvserve_core.json_text import parsed
 from kvserve_core.library import ProfileLibrary
 from kvserve_core.registry import default_registry
 from kvserve_core.simulate.plot import draw, pyplot
@@ -86,7 +86,7 @@ def _policies(texts: list[str]) -> dict[str, ComponentSpec]:
     found = {}
     for text in texts:
         try:
-            spec = ComponentSpec.model_validate(json.loads(text) if text.startswith("{") else {"name": text})
+            spec = ComponentSpec.model_validate(parsed(text) if text.startswith("{") else {"name": text})
         except ValueError as error:
             raise ConfigError(f"{text!r} is neither a name nor a spec in JSON: {error}", "policy") from None
         default_registry().configure("policy", spec, "policy")

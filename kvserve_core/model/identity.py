@@ -21,6 +21,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from kvserve_core.errors import ArtefactError
+from kvserve_core.json_text import parsed
 
 SAMPLE_BYTES = 4096
 MAX_SAMPLES = 512
@@ -59,7 +60,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those of the index, else ``model.safetensors``, else all there are."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        return [folder / name for name in sorted(set(parsed(index.read_text())["weight_map"].values()))]
     single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
@@ -73,7 +74,7 @@ def _model_type(folder: Path) -> str:
     path = folder / "config.json"
     if not path.exists():
         raise ArtefactError(f"{str(folder)!r} has no 'config.json'; give a Hugging Face model folder")
-    config = json.loads(path.read_text())
+    config = parsed(path.read_text())
     return str(config.get("text_config", config).get("model_type", "unknown"))
 
 
@@ -83,7 +84,7 @@ def _header(file: Path) -> Iterator[_Tensor]:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise ArtefactError(f"{str(file)!r} is not a safetensors file; download or convert the model again")
-        header = json.loads(stream.read(length))
+        header = parsed(stream.read(length))
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = (8 + length + offset for offset in entry["data_offsets"])

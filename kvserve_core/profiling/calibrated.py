@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.errors import ConfigError
+from kvserve_core.json_text import parsed
 
 SUFFIXES = (".safetensors", ".json")
 OURS = "kvserve."
@@ -51,11 +51,11 @@ def calibrated_files(folder: Path) -> tuple[list[Calibrated], Artefacts]:
 def _about(data: bytes) -> dict[str, Any]:
     """What the header of a safetensors file says: 8 bytes of length, then JSON."""
     size = int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    metadata = parsed(data[8 : 8 + size]).get("__metadata__", {})
     found: dict[str, Any] = {}
     for key, text in metadata.items():
         if key.startswith(OURS):
-            found |= json.loads(text)
+            found |= parsed(text)
     return found
 
 

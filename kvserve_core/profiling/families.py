@@ -11,7 +11,6 @@ In a pattern a component's configuration may hold, in place of a value:
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvserve_core.component import ComponentSpec, config_error
 from kvserve_core.errors import ConfigError
+from kvserve_core.json_text import parsed
 from kvserve_core.spec import Plane
 
 TRY, OF, TIMES, ARTEFACT, FIELD = "$try", "$of", "times", "$artefact", "field"
@@ -105,7 +105,7 @@ class SpaceConfig(_Text):
         """
         try:
             text = path.read_text(encoding="utf-8")
-            raw = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+            raw = tomllib.loads(text) if path.suffix == ".toml" else parsed(text)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot be read: {error}", str(path)) from error
         return cls.parse(raw, str(path))
@@ -113,7 +113,7 @@ class SpaceConfig(_Text):
 
 def shipped() -> SpaceConfig:
     """What is searched when nothing else is said: the built-in methods, and whatever else is installed."""
-    return SpaceConfig.parse(json.loads(files(__package__).joinpath("families.json").read_text(encoding="utf-8")))
+    return SpaceConfig.parse(parsed(files(__package__).joinpath("families.json").read_text(encoding="utf-8")))
 
 
 def named(config: SpaceConfig) -> frozenset[str]:

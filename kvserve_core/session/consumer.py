@@ -219,8 +219,9 @@ class Consumer:
         for wanted in leg.regions:
             part = clip(at, wanted)
             if part is not None:
-                job.coverage.add(part)
+                job.coverage.claim(part)
                 self._scatter(job.name, part, cut(x, at, part))
+                job.coverage.count(part)
                 leg.raw_bytes += self._kv.nbytes(part)
 
     def _decoder(self, header: FrameHeader) -> Decoder:

@@ -38,20 +38,27 @@ class Coverage:
         self._lanes: dict[Lane, NDArray[np.bool_]] = {}
         self._lock = threading.Lock()
 
-    def add(self, at: Region) -> None:
-        """A region is in place.
+    def claim(self, at: Region) -> None:
+        """A region arrived and is about to be written. It counts with :meth:`count`, once it is in place.
 
         Raises:
-            FrameError: an element of it was there already, so that counting would hide one that is missing.
+            FrameError: an element of it arrived already, so that counting would hide one that is missing.
         """
-        start = self._spans[at.group].start
-        span = slice(at.start - start, at.stop - start)
+        span = self._span(at)
         with self._lock:
             seen = self._lane(at)
             if seen[span].any():
                 raise FrameError("tokens arrived twice", at)
             seen[span] = True
-            self._counts[at.group][span] += len(at.layers) * len(at.heads)
+
+    def count(self, at: Region) -> None:
+        """A claimed region is in place."""
+        with self._lock:
+            self._counts[at.group][self._span(at)] += len(at.layers) * len(at.heads)
+
+    def _span(self, at: Region) -> slice:
+        start = self._spans[at.group].start
+        return slice(at.start - start, at.stop - start)
 
     def _lane(self, at: Region) -> NDArray[np.bool_]:
         lane = Lane(at.group, at.plane, at.layers, at.heads)

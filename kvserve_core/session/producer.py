@@ -230,6 +230,8 @@ class Producer:
             return
         if released.reason:
             self._fail(source, released.reason)
+        elif (refusals := [r.reason for r in released.reports if not r.ok]) and not source.complete:
+            self._fail(source, "; ".join(filter(None, refusals)) or "a consumer gave up before all of it was encoded")
         elif self._drop(source):
             source.close("released by every consumer")
             self._delivered(source, released.reports)

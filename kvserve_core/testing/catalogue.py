@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from kvserve_core.errors import KVServeError
 from kvserve_core.testing import (
     checks_codec,
     checks_config,
+    checks_far,
     checks_golden,
     checks_params,
     checks_pipeline,
@@ -27,6 +29,7 @@ MODULES = (
     checks_transport,
     checks_policy,
     checks_pipeline,
+    checks_far,
     checks_golden,
 )
 
@@ -39,5 +42,16 @@ CHECKS: tuple[Check, ...] = tuple(c for module in MODULES for c in _checks(modul
 
 
 def checks_for(subject: Subject) -> list[Check]:
-    """The demands on a component, chosen by its kind and its capabilities."""
-    return [each for each in CHECKS if each.applies(subject)]
+    """The demands on a component, chosen by its kind and its capabilities.
+
+    Only :func:`~.checks_config.instance`, which says why, of one that cannot be created or asked what it can do.
+
+    Raises:
+        KVServeError: its name, its configuration or what it needs is not there.
+    """
+    try:
+        return [each for each in CHECKS if each.applies(subject)]
+    except (KVServeError, KeyboardInterrupt):
+        raise
+    except BaseException:
+        return [checks_config.instance]

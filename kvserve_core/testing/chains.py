@@ -84,9 +84,10 @@ def build(subject: Subject, shard: Shard | None = None, head_groups: int | None 
     )
 
 
-def frame(subject: Subject, pipeline: Pipeline, tokens: int = TOKENS) -> Frame:
-    """A request of ``tokens`` tokens with random values, the same for each region whatever the shard."""
-    header, planned = pipeline.header("check", tokens, "check")
+def frame(subject: Subject, pipeline: Pipeline, tokens: int = TOKENS, start: int = 0) -> Frame:
+    """A request of ``tokens`` tokens, those from ``start`` on, with random values: the same for each region whatever
+    the shard."""
+    header, planned = pipeline.header("check", tokens, "check", start)
     return Frame(pipeline.kv, header, planned, {p.at: content(subject, pipeline.kv, p.at) for p in planned})
 
 

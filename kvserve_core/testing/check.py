@@ -71,14 +71,20 @@ def check(*kinds: Kind, when: Callable[[Subject], bool] = always) -> Callable[[C
 
 
 def result(each: Check, subject: Subject) -> Result:
-    """Run one check; whatever the component raises is a failure, with its type and message."""
+    """Run one check; whatever the component raises is a failure, with its type and message, SystemExit too."""
     try:
         each(subject)
-    except Skipped as reason:
-        return Result(each.name, "skipped", str(reason))
-    except (CheckFailed, KVServeError) as error:
-        named = "" if isinstance(error, CheckFailed) else f"{type(error).__name__}: "
-        return Result(each.name, "failed", f"{named}{error}")
-    except Exception as error:
-        return Result(each.name, "failed", f"unexpected {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a component that exits must not end the run with its own exit code
+        return _ended(each.name, error)
     return Result(each.name, "ok", each.about)
+
+
+def _ended(name: str, error: BaseException) -> Result:
+    if isinstance(error, Skipped):
+        return Result(name, "skipped", str(error))
+    if isinstance(error, CheckFailed):
+        return Result(name, "failed", str(error))
+    expected = "" if isinstance(error, KVServeError) else "unexpected "
+    return Result(name, "failed", f"{expected}{type(error).__name__}: {error}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from kvserve_core.component import KINDS, ComponentConfig, tunables
+from kvserve_core.component import KINDS, Capabilities, ComponentConfig, tunables
 from kvserve_core.errors import ConfigError
 from kvserve_core.registry import summary_of
 from kvserve_core.testing.check import STAGES, check
@@ -28,6 +28,21 @@ def refused(model: type[BaseModel], values: dict[str, Any], naming: str) -> bool
     except ValidationError as error:
         return naming in str(error)
     return False
+
+
+@check(*KINDS)
+def instance(subject: Subject) -> None:
+    """It can be created, twice over, and says what it can do."""
+    require(subject.create() is not subject.stage, "it was created twice and is the same object; state is shared")
+    caps = getattr(subject.stage, "caps", None)
+    require(subject.kind not in STAGES or isinstance(caps, Capabilities), f"caps is {caps!r}, not Capabilities")
+
+
+@check(*STAGES)
+def devices(subject: Subject) -> None:
+    """It encodes and decodes somewhere: caps.encode_on and caps.decode_on name a device."""
+    for field in ("encode_on", "decode_on"):
+        require(getattr(subject.caps, field), f"caps.{field} is empty, so no pipeline can use it")
 
 
 @check(*KINDS)

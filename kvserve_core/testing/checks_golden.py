@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 
 import msgspec
@@ -18,6 +20,7 @@ from kvserve_core.artefacts import Artefacts
 from kvserve_core.container import FrameReader, write_frame
 from kvserve_core.decoder import Decoder
 from kvserve_core.errors import ConfigError
+from kvserve_core.library_files import write_bytes
 from kvserve_core.payload import as_bytes
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.spec import KVSpec, Region, whole
@@ -55,10 +58,12 @@ def folder_of(subject: Subject) -> Path:
     """Where this component's frames are.
 
     Raises:
-        ConfigError: the author named no folder.
+        ConfigError: the author named no folder, or a file.
     """
     if subject.golden is None:
         raise ConfigError("no folder of golden frames was given; set 'golden', or pass '--golden FOLDER'")
+    if subject.golden.exists() and not subject.golden.is_dir():
+        raise ConfigError(f"golden frames are in a folder, and {str(subject.golden)!r} is a file; name its folder")
     return subject.golden
 
 
@@ -72,7 +77,6 @@ def write(subject: Subject, label: str = "") -> Path | None:
     path = folder / f"{name}.kv"
     if path.exists():
         return None
-    folder.mkdir(parents=True, exist_ok=True)
     kv = model_for(subject, DIM)
     spec = pipeline_spec(subject).model_copy(update={"sink_tokens": 0})
     pipeline = Pipeline.build(spec, kv, whole(kv), subject.device, subject.registry, subject.artefacts)
@@ -80,14 +84,23 @@ def write(subject: Subject, label: str = "") -> Path | None:
     header = msgspec.structs.replace(header, nonce=NONCE)
     batch = [(p, _input(subject, p.at, kv).to(subject.device)) for p in planned]
     segments = pipeline.encode(batch)
-    for digest in sorted(pipeline.used_artefacts):
-        (folder / f"{digest}.artefact").write_bytes(subject.artefacts.read(digest))
-    book = Codebook(header)
-    with path.open("xb") as out:
-        write_frame(out, header, map(book.seal, segments))
     decoded = Decoder(header, kv, subject.device, subject.registry, subject.artefacts).decode(segments)
-    path.with_suffix(".bin").write_bytes(b"".join(as_bytes(x.cpu().contiguous()) for _, x in decoded))
+    frame = BytesIO()
+    write_frame(frame, header, map(Codebook(header).seal, segments))
+    used = {f"{h}.artefact": subject.artefacts.read(h) for h in sorted(pipeline.used_artefacts)}
+    values = b"".join(as_bytes(x.cpu().contiguous()) for _, x in decoded)
+    _keep(folder, {**used, path.with_suffix(".bin").name: values, path.name: frame.getvalue()})
     return path
+
+
+def _keep(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Whole files, the frame last: while it is missing the next call writes them all."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_bytes(folder / name, data)
+    except OSError as error:
+        raise ConfigError(f"golden frames cannot be written to {str(folder)!r}: {error.strerror}") from error
 
 
 def _input(subject: Subject, at: Region, kv: KVSpec) -> Tensor:

@@ -15,9 +15,12 @@ from kvserve_core.testing.cases import Case, case, usual
 from kvserve_core.testing.check import VALUES, check
 from kvserve_core.testing.subject import Subject, require
 
+MANY = 16
+"""Length of an axis that would multiply what is decoded, were it let through."""
+
 
 def misshapen(x: Tensor) -> Iterator[Tensor]:
-    """The same numbers in other shapes: an axis cut to 1, longer by one, in front, or all in a row."""
+    """Its numbers in other shapes: an axis cut to 1, longer by one or in front, all in a row; and one of them often."""
     for axis, count in enumerate(x.shape):
         first = x.narrow(axis, 0, min(count, 1))
         if count > 1:
@@ -27,6 +30,19 @@ def misshapen(x: Tensor) -> Iterator[Tensor]:
     yield x[None]
     if x.dim() > 1:
         yield x.flatten()
+    if x.numel():
+        yield from repeated(x)
+
+
+def repeated(x: Tensor) -> Iterator[Tensor]:
+    """One number of ``x`` along a single axis of ``MANY``: each of its own, and one in front of them."""
+    one = x.flatten()[:1]
+    for axis in range(x.dim() + 1):
+        shape = [1] * (x.dim() + 1)
+        shape[axis] = MANY
+        for target in (shape, shape[1:]) if axis else (shape,):
+            if target != list(x.shape):
+                yield one.repeat(MANY).reshape(target)
 
 
 def refused(subject: Subject, c: Case, made: tuple[Tensor | Quantized, Params], params: Params) -> bool:

@@ -13,6 +13,7 @@ from kvserve_core.spec import DType, Shard, whole
 from kvserve_core.testing.cases import plane
 from kvserve_core.testing.chains import TOKENS, build, chain, decoder, frame, model_for, restored, same_segment
 from kvserve_core.testing.check import STAGES, VALUES, check
+from kvserve_core.testing.checks_far import faithful, registered
 from kvserve_core.testing.data import generator, model, same_bits
 from kvserve_core.testing.subject import Subject, require
 from kvserve_core.wire import Segment
@@ -27,14 +28,14 @@ def any_model(subject: Subject) -> bool:
     return subject.model is None
 
 
-def registered(subject: Subject) -> bool:
-    """Whether a pipeline can name it."""
-    return subject.registry is not None
-
-
 def lossy(subject: Subject) -> bool:
     """Whether a pipeline can name it, and it loses something."""
     return registered(subject) and not subject.caps.exact
+
+
+def splits(subject: Subject) -> bool:
+    """Whether ranks can share it; files that were calibrated over all heads together are of use on one rank only."""
+    return registered(subject) and (subject.caps.head_local or not subject.caps.artefacts)
 
 
 def refuses(subject: Subject, name: str, dtype: DType) -> bool:
@@ -60,15 +61,9 @@ def refusals(subject: Subject) -> None:
 
 @check(*STAGES, when=registered)
 def decodes_in_a_frame(subject: Subject) -> None:
-    """A request of several cells, with raw sink tokens and a partial last cell, decodes to finite values."""
+    """A request of several cells, with raw sink tokens and a partial last cell, decodes to nearly what it was."""
     pipeline = build(subject)
-    made = frame(subject, pipeline)
-    segments = made.segments(pipeline)
-    require(pipeline.lossless or any(s.chain for s in segments), "every segment was sent raw; it never pays or refuses")
-    for planned, x in zip(made.plan, restored(subject, made, segments), strict=True):
-        require(x.isfinite().all() or not x.is_floating_point(), f"{planned.at} decoded to NaN or Inf")
-        if pipeline.lossless:
-            require(same_bits(x, made.inputs[planned.at]), f"{planned.at}: a lossless chain lost something")
+    faithful(subject, pipeline, frame(subject, pipeline))
 
 
 @check(*STAGES, when=lossy)
@@ -106,7 +101,7 @@ def prefill_chunks(subject: Subject) -> None:
     require(all(map(same_segment, reversed(whole_request), alone)), "one segment a call, last first: other bytes")
 
 
-@check(*STAGES, when=registered)
+@check(*STAGES, when=splits)
 def tensor_parallel_ranks(subject: Subject) -> None:
     """1, 2 and 4 ranks give the same segments, at the granularity of head groups."""
     kv = model_for(subject)

@@ -84,8 +84,11 @@ def check_streams(stage: Quantizer, q: Quantized, x: Tensor) -> None:
     _check_params(q.params)
 
 
-def within_bound(subject: Subject, c: Case, back: Tensor) -> None:
+def within_bound(subject: Subject, c: Case, back: Tensor, rounding: float = 0.0) -> None:
     """Bit-exact where exact, else within ``max_error``, else finite and no further off than zeros would be.
+
+    rounding: the part of a value by which ``max_error`` may be exceeded, where values were rounded to their plane's
+    dtype.
 
     Raises:
         CheckFailed: it is not.
@@ -103,7 +106,7 @@ def within_bound(subject: Subject, c: Case, back: Tensor) -> None:
         error, energy = float((got - x).square().sum()), float(x.square().sum())
         require(error <= energy, f"squared error {error:.4g} above the energy {energy:.4g} of the values ({c})")
     else:
-        excess = (got - x).abs() - torch.as_tensor(limit, device=x.device)
+        excess = (got - x).abs() - torch.as_tensor(limit, device=x.device) - rounding * got.abs()
         worst = float(excess.max()) if excess.numel() else 0.0
         require(worst <= 0, f"an error is {worst:.4g} above max_error ({c})")
 

@@ -129,7 +129,7 @@ class Subject:
         if self.caps.artefacts and not self.artefacts.hashes:
             return "it reads calibrated files and none were given (fixture 'artefacts', or '--library')"
         for where, devices in (("encodes", self.caps.encode_on), ("decodes", self.caps.decode_on)):
-            if isinstance(self.stage, Stage) and self.device.type not in devices:
+            if isinstance(self.stage, Stage) and devices and self.device.type not in devices:
                 return f"it {where} on {', '.join(sorted(devices))} only, the checks run on {self.device.type!r}"
         return None
 

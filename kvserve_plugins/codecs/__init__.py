@@ -66,5 +66,5 @@ def kvserve_codecs() -> Iterator[Component]:
     yield Component(
         "rans",
         "kvserve_plugins.codecs.rans:Rans",
-        "Entropy coder for centred codes: interleaved rANS under 64 integer tables, published or a model's own.",
+        "Entropy coder for centred codes: interleaved rANS under 64 tables, published or own.",
     )

@@ -30,7 +30,7 @@ MAX_PARTS = 4096
 
 
 class Rans(Codec):
-    """Entropy coder for centred codes: interleaved rANS under 64 integer tables, published or a model's own.
+    """Entropy coder for centred codes: interleaved rANS under 64 tables, published or own.
 
     A part is a matrix ``[rows, columns]`` of codes centred at ``(alphabet - 1) // 2``. Each row gets a rung of a ladder
     of scales, each column an offset on it, each rung a shape (Laplace, logistic, Gaussian); rows of zeros cost next to

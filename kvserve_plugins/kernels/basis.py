@@ -15,7 +15,6 @@ heads x dim in this order and r components by falling sigma:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvserve_core.errors import ArtefactError, UnsupportedSpecError
+from kvserve_core.json_text import parsed
 
 KEY = "kvserve.klt"
 VERSION = 1
@@ -111,7 +111,7 @@ def parse(data: bytes) -> BasisFile:
 
     try:
         size = int.from_bytes(data[:8], "little")
-        about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][KEY])
+        about = parsed(parsed(data[8 : 8 + size])["__metadata__"][KEY])
         if about["version"] != VERSION:
             raise ArtefactError(f"the basis is of version {about['version']}, this kvserve reads {VERSION}; upgrade it")
         blocks = tuple(_block(b) for b in about["blocks"])

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvserve_core.errors import ArtefactError, UnavailableComponentError
+from kvserve_core.json_text import parsed
 from kvserve_plugins.kernels.rans_set import OWN, PUBLISHED, TableSet
 from kvserve_plugins.kernels.rans_tables import CENTRE, ESCAPE, SYMBOLS, TOTAL, ZERO
 
@@ -33,7 +34,7 @@ def parse(data: bytes) -> TableSet:
     format_ = _safetensors()
     try:
         size = int.from_bytes(data[:8], "little")
-        version = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][KEY])["version"]
+        version = parsed(parsed(data[8 : 8 + size])["__metadata__"][KEY])["version"]
         if version != VERSION:
             raise ArtefactError(f"the tables are of version {version}, this kvserve reads {VERSION}; upgrade it")
         own = format_.numpy.load(data)["counts"]

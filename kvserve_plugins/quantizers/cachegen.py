@@ -31,7 +31,7 @@ class CacheGen(Quantizer):
     With M = levels // 2 - 1 and a the largest magnitude rounded up to bf16, ``code = round(x / a * M) + M`` in
     0 .. 2 M and ``x' = (code - M) * a / M``, so ``|x - x'| <= a / (2 M)`` to f32 rounding, and 0 is exact.
     ``levels[i]`` holds for layers whose place among the model's N layers is below ``until[i] * N``, the last one for
-    the rest; the default is thirds of the layers, as in CacheGen's paper (SIGCOMM 2024), with the bins of its code.
+    the rest; the default is thirds of the layers, as in CacheGen's paper (arXiv 2310.07240), with the bins of its code.
 
     ``token`` scales over all heads, as CacheGen does; ``token_head`` costs a bf16 more per head and works on any slice
     of heads. Codes come channel by channel, ``[L, H, D, T]`` with a row a channel, so that an entropy coder sees each

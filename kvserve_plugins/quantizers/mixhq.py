@@ -125,7 +125,7 @@ class MixHQ(Quantizer):
         return fusion(transforms, codec, finer, False, spec, device) if same else None
 
     def streams(self, at: Region) -> tuple[Stream, ...]:
-        """The streams of a place, class by class, of a bound quantizer that :meth:`fuse` has a kernel for; else none."""
+        """The streams of a place, class by class, of a bound quantizer that :meth:`fuse` has a kernel for."""
         high, low, classes = self._high, self._low, self._classes
         if not (isinstance(high, Uniform) and isinstance(low, Uniform) and isinstance(classes, HeadClasses)):
             return ()

@@ -11,6 +11,7 @@ from kvserve_core.spec import Region
 from kvserve_core.stages import Transform
 from kvserve_core.tensor import Params
 from kvserve_plugins.kernels.channels import divisors, means, scales, stored
+from kvserve_plugins.kernels.shapes import reduced, require_shape
 
 
 class Affine(Transform):
@@ -48,6 +49,12 @@ class Affine(Transform):
         return wide / divisors(params["scale"]), params
 
     def decode(self, y: Tensor, params: Params, at: Region) -> Tensor:
-        """``[L, H, T, D]`` in f32."""
+        """``[L, H, T, D]`` in f32.
+
+        Raises:
+            FrameError: parameters of another shape.
+        """
+        names = ("scale", "shift") if self.config.shift else ("scale",)
+        require_shape(params, names, reduced(y.shape, (2,)), at)
         x = y * divisors(params["scale"])
         return x + params["shift"].float() if self.config.shift else x

@@ -9,6 +9,7 @@ from kvserve_core.spec import Region
 from kvserve_core.stages import Transform
 from kvserve_core.tensor import Params
 from kvserve_plugins.kernels.channels import means, stored
+from kvserve_plugins.kernels.shapes import reduced, require_shape
 
 
 class Center(Transform):
@@ -38,5 +39,10 @@ class Center(Transform):
         return wide - mean.float(), {"mean": mean}
 
     def decode(self, y: Tensor, params: Params, at: Region) -> Tensor:
-        """``[L, H, T, D]`` in f32."""
+        """``[L, H, T, D]`` in f32.
+
+        Raises:
+            FrameError: ``mean`` of another shape.
+        """
+        require_shape(params, ("mean",), reduced(y.shape, (2,)), at)
         return y + params["mean"].float()

@@ -11,6 +11,7 @@ from kvserve_core.spec import SEGMENT_TOKENS, Region
 from kvserve_core.stages import Transform
 from kvserve_core.tensor import Params, Shape
 from kvserve_plugins.kernels.minmax import Grid, dequantize, grid, quantize
+from kvserve_plugins.kernels.shapes import require_shape
 
 LEVELS = 256
 
@@ -67,15 +68,13 @@ class Delta(Transform):
             FrameError: anchors that do not belong to this many tokens.
         """
         layers, heads, _, dim = y.shape
-        size, tokens, codes = self.config.group_tokens, at.num_tokens, params["anchor"]
-        cells = Grid(params["lo"], params["scale"])
+        size, tokens = self.config.group_tokens, at.num_tokens
         groups = -(-tokens // size)
-        per_group = (layers, heads, groups, 1)
-        if y.shape[2] != tokens - groups or codes.shape != (layers, heads, groups, dim):
-            raise FrameError(f"anchors {list(codes.shape)} do not fit {tokens} tokens in groups of {size}", at)
-        if cells.lo.shape != per_group or cells.scale.shape != per_group:
-            raise FrameError(f"'lo' and 'scale' of the anchors must be {list(per_group)}", at)
-        anchors = dequantize(codes, cells, LEVELS)
+        if y.shape[2] != tokens - groups:
+            raise FrameError(f"{y.shape[2]} differences do not fit {tokens} tokens in groups of {size}", at)
+        require_shape(params, ("anchor",), (layers, heads, groups, dim), at)
+        require_shape(params, ("lo", "scale"), (layers, heads, groups, 1), at)
+        anchors = dequantize(params["anchor"], Grid(params["lo"], params["scale"]), LEVELS)
         token, group = followers(tokens, size, y.device)
         x = y.new_empty((layers, heads, tokens, dim), dtype=torch.float32)
         x[:, :, ::size] = anchors

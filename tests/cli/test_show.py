@@ -31,7 +31,7 @@ def test_all_that_a_class_says_of_itself(kvserve: Run, install: Install) -> None
         "required": False,
         "default": 255,
         "allowed": ">= 2, <= 255",
-        "tunable": {"choices": [], "low": 2, "high": 255, "log": True},
+        "tunable": {"choices": [], "low": 2, "high": 255, "log": True, "when": []},
         "description": "longest run",
     }
     assert fields["order"]["allowed"] == '"row" | "column"'

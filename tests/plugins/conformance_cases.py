@@ -20,7 +20,6 @@ from plugins import klt_files
 from plugins.rans_files import OWN_TABLES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "components"
-KINDS: tuple[Kind, ...] = ("transform", "quantizer", "codec", "transport", "policy")
 SCORES = [[0.1, 0.9, 0.2, 0.8], [0.7, 0.3, 0.6, 0.4], [0.5, 0.05, 0.95, 0.15]]
 
 
@@ -108,9 +107,9 @@ class Row(NamedTuple):
 
 
 def built_ins() -> list[tuple[Kind, str]]:
-    """What kvserve comes with, of the kinds that the kit knows."""
+    """What kvserve comes with."""
     manifests = default_registry().manifests.items()
-    return [key for key, manifest in manifests if manifest.provider.built_in and key[0] in KINDS]
+    return [key for key, manifest in manifests if manifest.provider.built_in]
 
 
 def rows() -> list[Row]:

@@ -157,26 +157,28 @@ def test_a_fit_never_makes_its_own_codes_larger() -> None:
 
 
 def bitplane_parts(scale: float) -> list[Part]:
-    x = (torch.randn(3, 4, 64, 64, generator=torch.Generator().manual_seed(0)) * scale).bfloat16()
-    stage = Bitplane(Bitplane.Config()).bind(place(64), model(), CPU, NONE)
-    return list(stage.encode(x, place(64)).parts)
+    stage, made = Bitplane(Bitplane.Config()).bind(place(256), model(), CPU, NONE), []
+    for seed in range(7):
+        x = torch.randn(3, 4, 256, 64, generator=torch.Generator().manual_seed(seed)) * scale
+        made += stage.encode(x.bfloat16(), place(256)).parts
+    return made
 
 
 def without_zero(largest: int) -> list[Part]:
     draw = np.random.default_rng(3)
     shape = (60, 4096)
-    return [part_of(draw.integers(1, largest + 1, shape) * draw.choice([-1, 1], shape)) for _ in range(3)]
+    return [part_of(draw.integers(1, largest + 1, shape) * draw.choice([-1, 1], shape)) for _ in range(7)]
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.01, 0.003])
 def test_tables_of_bytes_that_are_no_centred_codes_can_be_read(scale: float) -> None:
     parts = bitplane_parts(scale)
     stage = bound(File(Rans.fitted(lambda: parts, {}, lambda *_: None)))
-    for part in parts:
+    for part in parts[:3]:
         assert same_bits(stage.decode([blob_of(blob(stage, part))], [shell(part)])[0], part.codes)
 
 
-@pytest.mark.parametrize("largest", [1, 2, 7])
+@pytest.mark.parametrize("largest", [1, 5, 7])
 def test_tables_of_codes_without_zero_serve_them(largest: int) -> None:
     parts = without_zero(largest)
     stage = bound(File(Rans.fitted(lambda: parts, {}, lambda *_: None)))

@@ -20,15 +20,21 @@ def region(plane: str, start: int, stop: int, heads: tuple[int, ...] = (0, 1), g
     return Region(group, plane, kw.get("layers", (0, 1, 2, 3)), heads, start, stop)
 
 
+def add(coverage: Coverage, at: Region) -> None:
+    """It arrived and is in place."""
+    coverage.claim(at)
+    coverage.count(at)
+
+
 def test_all_of_it_is_complete_and_less_is_named() -> None:
     kv = dense()
     coverage = Coverage(kv, whole(kv), range(100, 300), 300)
-    coverage.add(region("k", 100, 300))
-    coverage.add(region("v", 100, 256))
+    add(coverage, region("k", 100, 300))
+    add(coverage, region("v", 100, 256))
     assert coverage.valid() == range(100, 256)
     with pytest.raises(FrameError, match="group 0 token 256"):
         coverage.require_complete()
-    coverage.add(region("v", 256, 300))
+    add(coverage, region("v", 256, 300))
     coverage.require_complete()
     assert coverage.valid() == range(100, 300)
 
@@ -36,11 +42,24 @@ def test_all_of_it_is_complete_and_less_is_named() -> None:
 def test_twice_is_not_two() -> None:
     kv = dense()
     coverage = Coverage(kv, whole(kv), range(100), 100)
-    coverage.add(region("k", 0, 50, heads=(0,)))
+    add(coverage, region("k", 0, 50, heads=(0,)))
     with pytest.raises(FrameError, match="arrived twice"):
-        coverage.add(region("k", 40, 60, heads=(0,)))
+        add(coverage, region("k", 40, 60, heads=(0,)))
     with pytest.raises(FrameError, match="cut in two ways"):
-        coverage.add(region("k", 50, 60, heads=(0, 1)))
+        add(coverage, region("k", 50, 60, heads=(0, 1)))
+
+
+def test_what_arrived_but_is_not_in_place_does_not_count() -> None:
+    kv = dense()
+    coverage = Coverage(kv, whole(kv), range(100), 100)
+    add(coverage, region("k", 0, 100))
+    add(coverage, region("v", 0, 40))
+    coverage.claim(region("v", 40, 100))
+    assert coverage.valid() == range(40)
+    with pytest.raises(FrameError, match="group 0 token 40"):
+        coverage.require_complete()
+    with pytest.raises(FrameError, match="arrived twice"):
+        coverage.claim(region("v", 90, 100))
 
 
 def test_no_prefix_is_valid_where_a_window_holds_the_end_only() -> None:
@@ -49,11 +68,11 @@ def test_no_prefix_is_valid_where_a_window_holds_the_end_only() -> None:
     kv = KVSpec("two", (replace(group, window=None, layers=(0, 1)), replace(group, id=1, layers=(2, 3))))
     coverage = Coverage(kv, whole(kv), range(1000), 1000)
     for plane in ("k", "v"):
-        coverage.add(region(plane, 0, 950, layers=(0, 1)))
-        coverage.add(region(plane, 900, 1000, group=1, layers=(2, 3)))
+        add(coverage, region(plane, 0, 950, layers=(0, 1)))
+        add(coverage, region(plane, 900, 1000, group=1, layers=(2, 3)))
     assert coverage.valid() == range(0)
     for plane in ("k", "v"):
-        coverage.add(region(plane, 950, 1000, layers=(0, 1)))
+        add(coverage, region(plane, 950, 1000, layers=(0, 1)))
     assert coverage.valid() == range(1000)
 
 
@@ -61,7 +80,7 @@ def test_a_window_that_holds_everything_does_not_hinder() -> None:
     kv = dense(window=100)
     coverage = Coverage(kv, whole(kv), range(80), 80)
     for plane in ("k", "v"):
-        coverage.add(region(plane, 0, 60))
+        add(coverage, region(plane, 0, 60))
     assert coverage.valid() == range(60)
 
 
@@ -70,9 +89,9 @@ def test_without_its_state_nothing_is_valid() -> None:
     coverage = Coverage(kv, whole(kv), range(50), 50)
     for group in kv.groups[:2]:
         for plane in ("k", "v"):
-            coverage.add(Region(group.id, plane, group.layers, (0, 1), 0, 50))
+            add(coverage, Region(group.id, plane, group.layers, (0, 1), 0, 50))
     assert coverage.valid() == range(0)
-    coverage.add(Region(2, "opaque", (5,), (0,), 0, 1))
+    add(coverage, Region(2, "opaque", (5,), (0,), 0, 1))
     assert coverage.valid() == range(50)
 
 

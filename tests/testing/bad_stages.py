@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvserve_core.component import ANY, Capabilities, Component, ComponentConfig, Kind, Tunable
-from kvserve_core.errors import NonFiniteError
+from kvserve_core.errors import FrameError, NonFiniteError, UnsupportedSpecError
 from kvserve_core.plugins import Loaded, Manifest, Provider, load_plugins
 from kvserve_core.policy import Candidate, Choice, Decision, Outcome, Policy, ServiceContext
 from kvserve_core.registry import Registry
@@ -85,6 +85,15 @@ class MixesLayers(GoodTransform):
 
     def decode(self, y: Tensor, params: Params, at: Region) -> Tensor:
         return y + params["mean"]
+
+
+class OneHeadAtATime(GoodTransform):
+    """Halves every value."""
+
+    def bind(self, at: Region, *rest: Any) -> GoodTransform:
+        if len(at.heads) > 1:
+            raise UnsupportedSpecError("one head at a time")
+        return super().bind(at, *rest)
 
 
 class NeedsManyTokens(GoodTransform):
@@ -165,7 +174,16 @@ class GoodQuantizer(Quantizer):
         return Quantized((Part(codes, 256, shape[0] * shape[1]),), {"scale": scale}, shape)
 
     def decode(self, q: Quantized, at: Region) -> Tensor:
-        return (q.parts[0].codes.view(q.shape).float() - 127) * q.params["scale"].expand(*q.shape[:3], 1)
+        if q.params["scale"].shape != (*q.shape[:3], 1):
+            raise FrameError("'scale' has another shape")
+        return (q.parts[0].codes.view(q.shape).float() - 127) * q.params["scale"]
+
+
+class LetsParametersBroadcast(GoodQuantizer):
+    """Eight bits a head."""
+
+    def decode(self, q: Quantized, at: Region) -> Tensor:
+        return (q.parts[0].codes.view(q.shape).float() - 127) * q.params["scale"]
 
 
 class CodesAboveTheAlphabet(GoodQuantizer):
@@ -235,8 +253,6 @@ class GoodCodec(Codec):
         return Encoded(data, torch.tensor(data.numel()))
 
     def decode(self, blobs: Sequence[Encoded], like: Sequence[Part]) -> Sequence[Tensor]:
-        from kvserve_core.errors import FrameError
-
         if any(int(b.nbytes) != p.nbytes for b, p in zip(blobs, like, strict=True)):
             raise FrameError("another length")
         return [b.data[: p.nbytes].clone().view(p.codes.dtype) for b, p in zip(blobs, like, strict=True)]
@@ -268,6 +284,13 @@ class TrustsTheBytes(GoodCodec):
 
     def decode(self, blobs: Sequence[Encoded], like: Sequence[Part]) -> Sequence[Tensor]:
         return [b.data[: int(b.nbytes)].clone().view(p.codes.dtype) for b, p in zip(blobs, like, strict=True)]
+
+
+class TakesAPrefix(GoodCodec):
+    """Stores codes as they stand."""
+
+    def decode(self, blobs: Sequence[Encoded], like: Sequence[Part]) -> Sequence[Tensor]:
+        return super().decode([self.blob(b.data[: p.nbytes]) for b, p in zip(blobs, like, strict=True)], like)
 
 
 class RaisesItsOwnError(GoodCodec):
@@ -340,6 +363,9 @@ BAD: tuple[tuple[type, str], ...] = (
     (LosesBits, "every_bit_pattern"),
     (MixesHeads, "head_slices"),
     (MixesLayers, "layer_slices"),
+    (OneHeadAtATime, "head_slices"),
+    (OneHeadAtATime, "layer_slices"),
+    (LetsParametersBroadcast, "parameter_shapes"),
     (NeedsManyTokens, "token_counts"),
     (PowersOfTwoOnly, "head_dims"),
     (Remembers, "deterministic"),
@@ -358,6 +384,7 @@ BAD: tuple[tuple[type, str], ...] = (
     (AboveItsBound, "round_trip"),
     (OneBufferForAll, "outputs_belong_to_the_caller"),
     (TrustsTheBytes, "another_length"),
+    (TakesAPrefix, "another_length"),
     (RaisesItsOwnError, "corruption"),
     (ReadsTheRoomBehind, "any_buffer"),
     (DependsOnTheBatch, "alone_and_together"),

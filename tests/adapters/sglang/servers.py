@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,14 +176,21 @@ def pd(
     prefill: Server, decode: Server, given: dict[str, Any], timeout_s: float = 120.0
 ) -> tuple[requests.Response, requests.Response]:
     """The answers of both servers to a request. A client that waits no longer than ``timeout_s`` goes away."""
+    first, second = pd_ended(prefill, decode, given, timeout_s)
+    return first.result(), second.result()
+
+
+def pd_ended(
+    prefill: Server, decode: Server, given: dict[str, Any], timeout_s: float = 120.0
+) -> list[Future[requests.Response]]:
+    """How a request ended on each of both servers."""
     room = random.getrandbits(62)
     full = given | {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
     with ThreadPoolExecutor(2) as pool:
-        sent = [
+        return [
             pool.submit(requests.post, f"{server.url}/generate", json=full, timeout=timeout_s)
             for server in (prefill, decode)
         ]
-        return sent[0].result(), sent[1].result()
 
 
 def answer(response: requests.Response) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +71,7 @@ def test_sixteen_requests_at_once_through_sglangs_router_are_all_right(
     with servers.running(router), ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda i: servers.generate(router, PROMPTS[i]), order))
     assert [tokens for tokens, _ in got] == [expected[i][0] for i in order]
-    nothing_left(pair[0])
+    nothing_left(*pair)
 
 
 def test_a_client_that_goes_away_harms_nobody(pair: Pair, expected: list[Answer]) -> None:
@@ -81,19 +82,27 @@ def test_a_client_that_goes_away_harms_nobody(pair: Pair, expected: list[Answer]
                 servers.pd(*pair, servers.body(PROMPTS[3], 2000), timeout_s=0.5)
         for other, wanted in zip(others, expected, strict=True):
             servers.assert_close(other.result(), wanted)
-    nothing_left(pair[0])
+    nothing_left(*pair)
     servers.check_close(*pair, expected)
 
 
-def nothing_left(prefill: Server, seconds: float = 60.0) -> None:
-    """No byte is held for consumers any more."""
+def nothing_left(prefill: Server, decode: Server, seconds: float = 60.0) -> None:
+    """No request, no transfer and no byte that is held for consumers any more."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        text = requests.get(f"{prefill.url}/metrics", timeout=10).text
-        if value(text, "kvserve:published_bytes") == 0:
-            return
+    while left := held(prefill, decode):
+        assert time.monotonic() < end, f"left after {seconds} s: {left}"
         time.sleep(0.5)
-    raise AssertionError("bytes are still published")
+
+
+def held(prefill: Server, decode: Server) -> dict[str, float]:
+    """What is not 0 of what both sides hold."""
+    sent, got = (requests.get(f"{server.url}/metrics", timeout=10).text for server in (prefill, decode))
+    every = {
+        "published bytes": value(sent, "kvserve:published_bytes"),
+        "active on the prefill side": value(sent, "kvserve:active", 'side="producer"'),
+        "active on the decode side": value(got, "kvserve:active", 'side="consumer"'),
+    }
+    return {name: count for name, count in every.items() if count}
 
 
 def test_a_killed_prefill_server_fails_its_requests_and_the_decode_server_goes_on(
@@ -101,14 +110,16 @@ def test_a_killed_prefill_server_fails_its_requests_and_the_decode_server_goes_o
 ) -> None:
     prefill, decode = pair
     with ThreadPoolExecutor(2) as pool:
-        doomed = [pool.submit(servers.pd, prefill, decode, servers.body(text, 500)) for text in PROMPTS[2:]]
+        doomed = [pool.submit(servers.pd_ended, prefill, decode, servers.body(text, 500)) for text in PROMPTS[2:]]
         time.sleep(0.05)
         prefill.kill()
-        for answer in doomed:
-            with pytest.raises(requests.ConnectionError):
-                answer.result()
+        for both in doomed:
+            killed, left = both.result()
+            assert isinstance(killed.exception(), requests.ConnectionError)
+            assert left.result().status_code == 500
+            assert re.search("Decode (handshake|transfer) failed for request", left.result().text)
     assert decode.healthy()
     another = servers.start_prefill(model, logs, "prefill-2", PLAIN, "--enable-metrics")
     with servers.running(another):
         servers.check_close(another, decode, expected)
-        nothing_left(another)
+        nothing_left(another, decode)

@@ -17,7 +17,7 @@ from sglang.srt.disaggregation import decode, prefill, utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.managers import disagg_service, scheduler
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType, _wrap_fn
 
 from kvserve_core.errors import PluginError
 from kvserve_sglang import plugin
@@ -152,3 +152,22 @@ def test_a_sglang_without_what_is_hooked_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", ["x", "--disaggregation-transfer-backend", "kvserve"])
     with pytest.raises(SystemExit, match="finalize_bootstrap"):
         plugin.register()
+
+
+def test_a_hook_that_sglang_did_not_apply_is_refused_when_a_manager_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.check_applied()
+    bare = inspect.unwrap(prefill.PrefillBootstrapQueue.finalize_bootstrap)
+    monkeypatch.setattr(prefill.PrefillBootstrapQueue, "finalize_bootstrap", bare)
+    with pytest.raises(PluginError, match=r"did not apply kvserve's hook of .*finalize_bootstrap"):
+        KVServeManager(None, None, None)
+    others = _wrap_fn(bare, lambda ready, *args: ready, HookType.AFTER)
+    monkeypatch.setattr(prefill.PrefillBootstrapQueue, "finalize_bootstrap", others)
+    with pytest.raises(PluginError, match="another plugin"):
+        plugin.check_applied()
+
+
+def test_a_hook_under_another_plugins_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = prefill.PrefillBootstrapQueue.finalize_bootstrap
+    above = _wrap_fn(ours, lambda ready, *args: ready, HookType.AFTER)
+    monkeypatch.setattr(prefill.PrefillBootstrapQueue, "finalize_bootstrap", above)
+    plugin.check_applied()

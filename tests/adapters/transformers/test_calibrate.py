@@ -164,13 +164,22 @@ def test_held_out_texts_say_what_a_basis_misses(tmp_path: Path) -> None:
     engine = make("llama", DType.BF16)
     calibrate_klt(request(engine, tmp_path, cutoff=0.3))
     found, path = tensors(tmp_path / "b.safetensors"), tmp_path / "b.safetensors"
-    assert metadata(path)["held_out"] == {"folds": 5, "quantile": 0.95}
+    assert metadata(path)["held_out"] == {"folds": 5, "quantile": 0.95, "sink_tokens": 1}
     for i in range(4):
         held, sigma, tail = (found[f"{i}.{name}"] for name in ("held", "sigma", "tail"))
         assert len(held) == len(sigma) + 1
         assert (held.diff() < 0).all()
         inside = sigma.square().flip(0).cumsum(0).flip(0)
         assert (held > tail + torch.cat((inside, torch.zeros(1)))).all()
+
+
+def test_held_out_energies_leave_the_same_tokens_out_as_the_sums(tmp_path: Path) -> None:
+    engine, found = make("llama", DType.BF16), []
+    for sinks in (1, PROMPT // 2):
+        calibrate_klt(request(engine, tmp_path / str(sinks), sink_tokens=sinks))
+        assert metadata(tmp_path / str(sinks) / "b.safetensors")["held_out"]["sink_tokens"] == sinks
+        found.append(tensors(tmp_path / str(sinks) / "b.safetensors")["0.held"])
+    assert not torch.equal(*found)
 
 
 def test_one_text_holds_nothing_out(tmp_path: Path) -> None:
@@ -347,6 +356,26 @@ def test_the_command_checks_its_kind(capsys: pytest.CaptureFixture[str]) -> None
         main(["calibrate", "ktl", "--out", "x"])
     assert stopped.value.code == 2
     assert "unknown kind of calibration 'ktl'; did you mean 'klt'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["heads", "--from-weights"], "'--from-weights' is an option of 'calibrate klt', not of 'calibrate heads'"),
+        (["heads", "--family", "free"], "'--family' is an option of 'calibrate tables', not of 'calibrate heads'"),
+        (["tables", "--per", "head"], "'--per' is an option of 'calibrate klt', not of 'calibrate tables'"),
+        (["tables", "--layer-block", "2"], "'--layer-block' is an option of 'calibrate klt'"),
+        (["klt", "--calibrated", "x"], "'--calibrated' is an option of 'calibrate tables', not of 'calibrate klt'"),
+        (["klt", "--from-weights", "--texts", "x"], "'--from-weights' reads no texts; leave one of the two out"),
+    ],
+)
+def test_options_that_would_be_passed_over_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["calibrate", *arguments, "--out", "x"])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_command_writes_a_basis(

@@ -10,7 +10,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvserve_core.artefacts import Artefacts
-from kvserve_core.errors import UnsupportedSpecError
+from kvserve_core.errors import ArtefactError, ConfigError, UnsupportedSpecError
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import PipelineSpec
 from kvserve_core.spec import DType, KVSpec, RopeSpec, whole
@@ -131,11 +131,18 @@ def test_a_run_goes_on_where_it_stopped(engine: Engine, tmp_path: Path, monkeypa
     monkeypatch.setattr(heads, "text_scores", stops)
     with pytest.raises(KeyboardInterrupt):
         calibrate_heads(request(engine, tmp_path, 3))
+    with pytest.raises(ArtefactError, match="another model, other texts or options"):
+        calibrate_heads(request(engine, tmp_path, 4))
     calls: list[object] = []
     monkeypatch.setattr(heads, "text_scores", lambda *args: (calls.append(args), text_scores(*args))[1])
     resumed = calibrate_heads(request(engine, tmp_path, 3))
     assert len(calls) == 1
     assert not (tmp_path / "work").exists()
-    (tmp_path / "again").mkdir()
     fresh = calibrate_heads(request(engine, tmp_path / "again", 3))
     assert resumed["blake3"] == fresh["blake3"]
+
+
+def test_no_texts_are_refused(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no texts to calibrate on"):
+        calibrate_heads(request(engine, tmp_path, 0))
+    assert not list(tmp_path.iterdir())

@@ -15,7 +15,9 @@ from kvserve_core.cli import main
 from kvserve_core.errors import ArtefactError, ConfigError
 from kvserve_core.evaluation.engine import TokenText
 from kvserve_core.pipeline import Pipeline
+from kvserve_core.registry import default_registry
 from kvserve_core.spec import DType, whole
+from kvserve_core.stages import FitsTables
 from kvserve_hf.calibrate import tables
 from kvserve_hf.calibrate.request import Request, TablesOptions
 from kvserve_hf.calibrate.tables import calibrate_tables
@@ -112,7 +114,7 @@ def test_a_run_that_was_stopped_goes_on_and_gives_the_same_file(tmp_path: Path) 
     (tmp_path / "b").mkdir()
     with pytest.raises(Stop):
         calibrate_tables(replace(request(engine, tmp_path / "b"), progress=stop))
-    with pytest.raises(ArtefactError, match="another model, other texts or pipelines"):
+    with pytest.raises(ArtefactError, match="another model, other texts or options"):
         calibrate_tables(request(engine, tmp_path / "b", texts=4))
     prefilled: list[str] = []
     prefill = engine.prefill
@@ -127,10 +129,16 @@ def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
         calibrate_tables(request(engine, tmp_path, texts=0))
     with pytest.raises(ConfigError, match=r"codecs \['zstd'\], of which none fit tables"):
         calibrate_tables(request(engine, tmp_path, pipelines=pipelines(tmp_path, "zstd")))
-    with pytest.raises(ConfigError, match=r"no family \['fancy'\] among \['plain'\]"):
+    with pytest.raises(ConfigError, match="unknown family 'fancy'; allowed: plain"):
         calibrate_tables(request(engine, tmp_path, pipelines=pipelines(tmp_path), families=("fancy",)))
     with pytest.raises(ArtefactError, match="no calibrated file 'klt-head-15'"):
         calibrate_tables(request(engine, tmp_path, pipelines=None, families=("klt-head-15",)))
+
+
+def test_only_codecs_with_a_fit_are_fitted() -> None:
+    load = default_registry().load
+    assert isinstance(load("codec", "rans"), FitsTables)
+    assert not isinstance(load("codec", "zstd"), FitsTables)
 
 
 def test_the_command_writes_tables(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvserve_core.component import KINDS
+from kvserve_core.component import KINDS, Kind
 from kvserve_core.registry import default_registry
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -42,6 +42,27 @@ def test_every_built_in_component_is_in_it_with_its_file(generator: ModuleType) 
                 assert manifest.component.summary in text
     for link in {line.split("](../")[1].split(")")[0] for line in text.splitlines() if "](../" in line}:
         assert (DOCS.parent / link).is_file()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("quantizer", "cachegen", "per layer, cuda; per head with `axis` token_head"),
+        ("transform", "klt", "per head, calibrated, cuda, planes k kv v; not per head with `per` all"),
+        ("codec", "rans", "exact, per head, per layer; calibrated with `tables`"),
+        ("quantizer", "identity", "exact, per head, per layer, cuda"),
+    ],
+)
+def test_capabilities_are_those_of_the_default_configuration(
+    generator: ModuleType, kind: Kind, name: str, said: str
+) -> None:
+    assert generator.capabilities(kind, name) == said
+
+
+def test_capabilities_of_quantizers_that_work_in_groups_or_with_others(generator: ModuleType) -> None:
+    assert generator.capabilities("quantizer", "kivi").startswith("per head, per layer, cuda, 32 tokens; ")
+    assert "64 tokens with `group_size` 64" in generator.capabilities("quantizer", "kivi")
+    assert generator.capabilities("quantizer", "mixhq").startswith("per head, per layer, cuda; ")
 
 
 def interval(mean: float) -> dict[str, float]:
@@ -80,6 +101,33 @@ def test_results_become_tables(generator: ModuleType, tmp_path: Path) -> None:
     assert "| p,step=8 | 8.00 | 0.75 |" in text
     assert "gone" not in text
     assert "tasks not measured" not in text
+
+
+def test_what_the_drift_guard_misses_is_said_in_figures(generator: ModuleType, tmp_path: Path) -> None:
+    made = result()
+    for row, calibrated in zip(made["pipelines"], ("prose", ""), strict=False):
+        row |= {"calibrated": calibrated}
+        row["by_kind"]["humaneval"] = {"cr": row["cr"], "kl": interval(row["kl"]["mean"])}
+    (tmp_path / "quality_robustness.json").write_text(json.dumps(made))
+    text = " ".join(generator.document(tmp_path).split())
+    assert "humaneval goes at a ratio of 4.0 with a KL of 0.0040, where `p,step=8`, which needs no" in text
+    assert "has 0.0600." in text
+
+
+def test_the_commands_that_make_calibrated_files_are_printed(generator: ModuleType, tmp_path: Path) -> None:
+    made = result()
+    made["command"] = "kvserve bench quality --model smollm2 --calibrated here"
+    for row in made["pipelines"][:2]:
+        row["calibrated"] = "calibrate klt --per all"
+    (tmp_path / "quality_smollm2.json").write_text(json.dumps(made))
+    line = "    kvserve calibrate klt --per all --model smollm2 --out here/basis.safetensors\n"
+    assert generator.document(tmp_path).count(line) == 1
+
+
+def test_a_result_of_tasks_says_how_many(generator: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "quality_tasks.json").write_text(json.dumps(result()))
+    with pytest.raises(ValueError, match="does not say '--tasks'"):
+        generator.document(tmp_path)
 
 
 def test_a_pipeline_without_task_scores_has_blank_cells(generator: ModuleType, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvserve_core.evaluation.questions import instances
 from kvserve_core.evaluation.tasks import TaskBench
 from kvserve_core.registry import default_registry
 from kvserve_hf.bench import report
-from kvserve_hf.bench.pipelines import Calibrated, Candidate, Family, candidates, read_families, shipped
+from kvserve_hf.bench.pipelines import Calibrated, Candidate, Family, candidates, named_families, read_families, shipped
 from kvserve_hf.bench.run import Journal, QualityRun
 from kvserve_hf.commands import CALIBRATED, MODEL, model_folder, progress_bar
 from kvserve_hf.engine import Engine
@@ -61,7 +61,7 @@ def bench(
     with progress_bar() as bar:
         engine = Engine.load(model_folder(model, bar))
         every = read_families(pipelines) if pipelines else shipped(engine.model.config.model_type)
-        families = _chosen(every, family)
+        families = named_families(every, family)
         given = list(candidates(families, calibration, default_registry()))
         journal = Journal(out.with_name(out.name + ".journal.jsonl") if out else None, resume)
         made = _document(engine, loaded, tasks, families, given, calibration, journal, bar)
@@ -108,15 +108,6 @@ def _pins(count: int | None, domains: Sequence[str] | None) -> list[PinnedText]:
 
 def _every_domain() -> list[str]:
     return list(get_args(Kind))
-
-
-def _chosen(families: Sequence[Family], names: Sequence[str] | None) -> list[Family]:
-    """The named ones, in the order in which they were named."""
-    known = {f.name: f for f in families}
-    for name in names or ():
-        if name not in known:
-            raise UnknownNameError(did_you_mean(name, known, "family"))
-    return [known[name] for name in names or known]
 
 
 def _show(made: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvserve_core import library_files
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.component import ComponentSpec, Kind, config_error
-from kvserve_core.errors import ArtefactError, ConfigError
+from kvserve_core.errors import ArtefactError, ConfigError, UnknownNameError, did_you_mean
 from kvserve_core.profile import Chain, PipelineSpec
 from kvserve_core.registry import Registry
 
@@ -126,6 +126,19 @@ def shipped(model_type: str) -> list[Family]:
     name = "gemma3" if model_type.startswith("gemma3") else "smollm2"
     with as_file(folder.joinpath(f"pipelines_{name}.json")) as path:
         return read_families(path)
+
+
+def named_families(families: Sequence[Family], names: Sequence[str] | None) -> list[Family]:
+    """The named ones, in the order in which they were named; all without names.
+
+    Raises:
+        UnknownNameError: there is no such family.
+    """
+    known = {f.name: f for f in families}
+    for name in names or ():
+        if name not in known:
+            raise UnknownNameError(did_you_mean(name, known, "family"))
+    return [known[name] for name in names or known]
 
 
 def candidates(families: Sequence[Family], calibrated: Calibrated, registry: Registry) -> Iterator[Candidate]:

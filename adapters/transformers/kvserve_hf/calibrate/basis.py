@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from kvserve_hf.calibrate.blocks import Block
+from kvserve_hf.calibrate.work import write_whole
 
 KEY = "kvserve.klt"
 VERSION = 1
@@ -91,8 +92,6 @@ def write(path: Path, plane: str, per: str, found: Sequence[Components], about: 
     head = {"version": VERSION, "plane": plane, "dim": found[0].block.plane.dim, "per": per, "blocks": blocks}
     # One key only: safetensors writes several in an order of its own, and equal runs would give other hashes.
     metadata = {KEY: json.dumps(head | {"provenance": about})}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".new")
-    save_file(tensors, beside, metadata)
-    beside.replace(path)
-    return path.stat().st_size
+    data = save(tensors, metadata)
+    write_whole(path, data)
+    return len(data)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from blake3 import blake3
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.chains import ChainSet
-from kvserve_core.errors import ArtefactError, EscapeSegment
+from kvserve_core.errors import EscapeSegment
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.plan import RAW_CHAIN_ID
 from kvserve_core.profile import PipelineSpec
@@ -23,10 +16,9 @@ from kvserve_core.session.events import gather_region
 from kvserve_core.spec import whole
 from kvserve_core.tensor import Part
 from kvserve_hf.calibrate.blocks import CPU
+from kvserve_hf.calibrate.request import TEXT
+from kvserve_hf.calibrate.work import Work
 from kvserve_hf.engine import Engine
-
-HELD = "calibration"
-"""The transfer id of the text at hand."""
 
 
 @dataclass
@@ -47,11 +39,11 @@ class Source:
 
     def parts(self, total: int) -> Iterator[Part]:
         """The codes of all segments that would not go raw."""
-        for planned in self._pipeline.header("calibration", total, "calibration")[1]:
+        for planned in self._pipeline.header(TEXT, total, TEXT)[1]:
             chain = self.spec.chain_for(planned.at.plane)
             if planned.chain == RAW_CHAIN_ID or chain.codec.name != self.codec:
                 continue
-            x = gather_region(lambda _, at: self.engine.gather(HELD, at), "", planned.at)
+            x = gather_region(lambda _, at: self.engine.gather(TEXT, at), "", planned.at)
             try:
                 _, quantized = self._chains.bound(self._order.index(chain) + 1, planned.at).quantize(x, planned.at)
             except EscapeSegment:
@@ -60,10 +52,10 @@ class Source:
 
 
 class Store:
-    """Codes on disk, a file a text, so that an interrupted run goes on and no number of texts fills the memory."""
+    """Codes on disk, an entry a text, so that an interrupted run goes on and no number of texts fills the memory."""
 
-    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
-        self._folder, self._asked = folder, blake3(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    def __init__(self, work: Work) -> None:
+        self._work = work
 
     def has(self, i: int) -> bool:
         """Whether a text's codes are there.
@@ -71,41 +63,26 @@ class Store:
         Raises:
             ArtefactError: they are another run's.
         """
-        path = self._path(i)
-        if not path.exists():
-            return False
-        with safe_open(path, "pt") as file:
-            if file.metadata()["asked"] != self._asked:
-                raise ArtefactError(
-                    f"{str(self._folder)!r} holds a calibration of another model, other texts or pipelines; remove it,"
-                    " or name another folder with --work"
-                )
-        return True
+        return self._work.about(_name(i)) is not None
 
     def save(self, i: int, parts: list[Part]) -> None:
         """Keep a text's codes, all or none."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        beside, kept = self._path(i).with_suffix(".new"), [p for p in parts if p.codes.numel()]
-        shapes = json.dumps([(p.alphabet, p.rows) for p in kept])
+        kept = [p for p in parts if p.codes.numel()]
         tensors = {str(n): p.codes.contiguous() for n, p in enumerate(kept)}
-        save_file(tensors, beside, {"asked": self._asked, "shapes": shapes})
-        beside.replace(self._path(i))
+        self._work.keep(_name(i), tensors, {"shapes": [(p.alphabet, p.rows) for p in kept]})
 
     def parts(self) -> Iterator[Part]:
         """All of them, one text after the other."""
         i = 0
-        while self._path(i).exists():
-            with safe_open(self._path(i), "pt") as file:
-                for n, (alphabet, rows) in enumerate(json.loads(file.metadata()["shapes"])):
-                    yield Part(file.get_tensor(str(n)), alphabet, rows)
+        while (kept := self._work.read(_name(i))) is not None:
+            for n, (alphabet, rows) in enumerate(kept.about["shapes"]):
+                yield Part(kept.tensors[str(n)], alphabet, rows)
             i += 1
 
     def remove(self) -> None:
-        """Delete the files, and the folder if nothing else is in it."""
-        for path in self._folder.glob("codes-*.safetensors"):
-            path.unlink()
-        if self._folder.exists() and not any(self._folder.iterdir()):
-            self._folder.rmdir()
+        """The run is done."""
+        self._work.remove()
 
-    def _path(self, i: int) -> Path:
-        return self._folder / f"codes-{i}.safetensors"
+
+def _name(i: int) -> str:
+    return f"codes-{i}"

@@ -22,11 +22,18 @@ KINDS = {
     "tables": "kvserve_hf.calibrate.tables:calibrate_tables",
 }
 """Kind -> function from a :class:`Request` to what is printed, one row."""
+OWN = {
+    "klt": ("per", "layer_block", "planes", "metric", "from_weights", "sink_tokens", "cutoff", "rank"),
+    "heads": (),
+    "tables": ("pipelines", "family", "calibrated"),
+}
+"""Options that only one kind reads."""
 DEFAULT = KLTOptions()
-PIPELINES = "tables: JSON of the pipelines whose codes are coded; default: those shipped that need no calibration."
+PIPELINES = "tables: JSON of the pipelines whose codes are coded; default: family 'free' of those shipped."
 
 
 def calibrate(
+    context: typer.Context,
     kind: Annotated[str, typer.Argument(help=f"What to calibrate: {', '.join(KINDS)}.")],
     out: Annotated[Path, typer.Option(help="The file to write.")],
     model: Annotated[Path | None, MODEL] = None,
@@ -49,6 +56,7 @@ def calibrate(
     """Make a calibrated file from a model and texts; run the same command again to go on after an interruption."""
     if kind not in KINDS:
         raise ConfigError(did_you_mean(kind, KINDS, "kind of calibration"))
+    _check_given(kind, _given(context))
     torch.set_num_threads(1)
     options = KLTOptions(per, layer_block, planes, metric, from_weights, sink_tokens, cutoff, rank)
     pins = [] if from_weights else read_pins(texts) if texts else calibration_texts()
@@ -70,6 +78,28 @@ def calibrate(
         print_json(made)
     else:
         print_table(f"{kind} calibrated", list(made), [[str(value) for value in made.values()]])
+
+
+def _given(context: typer.Context) -> set[str]:
+    """Names of the parameters that the command line sets."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def _check_given(kind: str, given: set[str]) -> None:
+    """Refuse options that would be passed over.
+
+    Raises:
+        ConfigError: one of another kind, or texts for a calibration that reads none.
+    """
+    for owner, name in ((owner, name) for owner, names in OWN.items() for name in names):
+        if name in given and owner != kind:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option!r} is an option of 'calibrate {owner}', not of 'calibrate {kind}'; leave it out"
+            )
+    if {"from_weights", "texts"} <= given:
+        raise ConfigError("'--from-weights' reads no texts; leave one of the two out", "texts")
 
 
 def _function(kind: str) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvserve_core.errors import UnsupportedSpecError
 from kvserve_core.spec import KVSpec, RopeSpec
 from kvserve_hf.calibrate.request import Request
+from kvserve_hf.calibrate.work import Work, write_whole
 
 TEXT_TOKENS = 2048
 SPAN = 1024
@@ -30,7 +31,11 @@ def calibrate_heads(request: Request) -> dict[str, Any]:
     """Score the heads on the request's texts and write ``{"scores": [[...]], "provenance": {...}}``.
 
     An interrupted run goes on after its last text.
+
+    Raises:
+        ConfigError: there are no texts. ArtefactError: the work folder is another run's.
     """
+    request.require_texts()
     engine, table = request.engine, _Table(request)
     for i, text in enumerate(request.texts):
         request.progress(text.pin.name, i, len(request.texts))
@@ -39,7 +44,7 @@ def calibrate_heads(request: Request) -> dict[str, Any]:
     scores = table.finish()
     provenance = request.provenance("calibrate heads") | {"tokens": TEXT_TOKENS, "span": SPAN}
     data = (json.dumps({"scores": scores, "provenance": provenance}) + "\n").encode()
-    request.out.write_bytes(data)
+    write_whole(request.out, data)
     digest, (low, high) = blake3(data).hexdigest(), (min(map(min, scores)), max(map(max, scores)))
     shape = {"layers": len(scores), "heads": len(scores[0])}
     return {"file": str(request.out), "blake3": digest, **shape, "lowest": low, "highest": high}
@@ -49,28 +54,19 @@ class _Table:
     """The sum over texts, saved after each."""
 
     def __init__(self, request: Request) -> None:
-        self._request, self._path = request, request.work / "heads.json"
-        self._asked = request.provenance("calibrate heads")
+        self._work = Work(request.work, request.provenance("calibrate heads"))
         self.done, self._total = 0, torch.zeros(())
-        if self._path.exists():
-            kept = json.loads(self._path.read_text())
-            if kept["asked"] == self._asked:
-                self.done, self._total = kept["done"], torch.tensor(kept["total"], dtype=torch.float64)
+        if (kept := self._work.read("heads")) is not None:
+            self.done, self._total = kept.about["done"], kept.tensors["total"]
 
     def add(self, scores: Tensor) -> None:
         """One more text."""
         self.done, self._total = self.done + 1, self._total + scores
-        self._request.work.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"asked": self._asked, "done": self.done, "total": self._total.tolist()})
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(text)
-        partial.replace(self._path)
+        self._work.keep("heads", {"total": self._total}, {"done": self.done})
 
     def finish(self) -> list[list[float]]:
         """The mean, to 6 digits; the saved sum is no longer needed."""
-        self._path.unlink(missing_ok=True)
-        if self._request.work.is_dir() and not any(self._request.work.iterdir()):
-            self._request.work.rmdir()
+        self._work.remove()
         return [[round(x, 6) for x in row] for row in (self._total / self.done).tolist()]
 
 

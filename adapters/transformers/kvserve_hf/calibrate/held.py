@@ -2,7 +2,8 @@
 
 Energy outside the kept components, on the texts that made them, is too small: of n components from a few thousand
 correlated tokens the last ones fit noise. So the texts are split into folds, each fold is projected on the bases of all
-others, and the energies of its cells are kept.
+others, and the energies of its cells are kept. The sensitivity metric and the unit are those of all texts, so that the
+energies are in the units of the file's basis; what is held out is the mean and the covariance.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from kvserve_hf.calibrate.basis import Components
 FOLDS = 5
 QUANTILE = 0.95
 """Of the cells of held-out texts."""
-SINKS = 1
-"""Tokens at the start that are not looked at: what pipelines with a basis send raw."""
 
 
 def fold_of(text: int) -> int:
@@ -41,12 +40,15 @@ def outside(rows: Tensor, mean: Tensor, scale: Tensor, columns: Tensor) -> Tenso
     return torch.cat((tail, tail.new_zeros(1))).float()
 
 
-def curves(rows: Sequence[Callable[[int, int], Tensor]], bases: Sequence[Components], stop: int) -> list[Tensor]:
+def curves(
+    rows: Sequence[Callable[[int, int], Tensor]], bases: Sequence[Components], start: int, stop: int
+) -> list[Tensor]:
     """Of one text and each block, :func:`outside` of its cells: ``[cells, n + 1]``.
 
     rows: of each block, what reads its values between two positions. bases: all n components, made without the text.
+    start: the tokens before it are not looked at, as in the sums that bases are made of.
     """
-    spans = cells(SINKS, stop)
+    spans = cells(start, stop)
     return [
         torch.stack([outside(read(*span), c.mean, c.scale, c.columns) for span in spans])
         for read, c in zip(rows, bases, strict=True)

@@ -21,12 +21,12 @@ from kvserve_hf.calibrate.blocks import Block, blocks
 from kvserve_hf.calibrate.fisher import Sensitivity, squared_gradients
 from kvserve_hf.calibrate.held import FOLDS, QUANTILE, curves, fold_of, quantile
 from kvserve_hf.calibrate.moments import Moments, State, Sums
-from kvserve_hf.calibrate.request import Request
+from kvserve_hf.calibrate.request import TEXT, Request
 from kvserve_hf.calibrate.weights import from_weights
+from kvserve_hf.calibrate.work import Work
 from kvserve_hf.texts import tokens
 
 METRICS = ("fisher", "none")
-HELD = "calibration"
 
 
 def calibrate_klt(request: Request) -> dict[str, Any]:
@@ -43,27 +43,21 @@ def calibrate_klt(request: Request) -> dict[str, Any]:
     if options.from_weights:
         statistics = from_weights(request.engine, cut)
         return _solve(request, statistics, {"from_weights": True, "metric": "none"})
-    texts = _texts(request)
+    request.require_texts()
+    texts = tokens(request.texts, request.engine.tokenize)
     # The cut decides the sums; cutoff and rank do not, so they may differ between a run and the one that goes on.
     asked = request.provenance("calibrate klt") | asdict(options) | {"cutoff": None, "rank": None}
-    state = State(request.work, asked, [block.size for block in cut])
+    state = State(Work(request.work, asked), [block.size for block in cut])
     sums = _collect(request, state, cut, texts)
     sensitivity = sums.sensitivity if options.metric == "fisher" else None
     statistics = [_statistics(b, m, sensitivity) for b, m in zip(cut, sums.moments, strict=True)]
     held = _held_out(request, state, statistics, sums, texts)
     about: dict[str, Any] = {"from_weights": False, "tokens": sums.moments[0].count}
     if held:
-        about["held_out"] = {"folds": FOLDS, "quantile": QUANTILE}
+        about["held_out"] = {"folds": FOLDS, "quantile": QUANTILE, "sink_tokens": options.sink_tokens}
     found = _solve(request, statistics, about, held)
     state.remove()
     return found
-
-
-def _texts(request: Request) -> list[TokenText]:
-    texts = tokens(request.texts, request.engine.tokenize)
-    if not texts:
-        raise ConfigError("there are no texts to calibrate on; name a list of them, or use --from-weights", "texts")
-    return texts
 
 
 def _members(texts: list[TokenText], fold: int) -> list[tuple[int, TokenText]]:
@@ -89,15 +83,15 @@ def _collect(request: Request, state: State, cut: list[Block], texts: list[Token
 def _add(request: Request, sums: Sums, cut: list[Block], text: TokenText, seed: int) -> None:
     engine, sinks = request.engine, request.klt.sink_tokens
     prompt, rest = text.ids[:PROMPT_TOKENS], text.ids[PROMPT_TOKENS : PROMPT_TOKENS + CONTINUATION_TOKENS]
-    engine.prefill(HELD, prompt)
+    engine.prefill(TEXT, prompt)
     try:
         for block, moments in zip(cut, sums.moments, strict=True):
-            moments.add(block.rows(lambda at: engine.gather(HELD, at), engine.spec, sinks, len(prompt)))
+            moments.add(block.rows(lambda at: engine.gather(TEXT, at), engine.spec, sinks, len(prompt)))
         if request.klt.metric == "fisher":
-            sums.sensitivity.add(squared_gradients(engine, HELD, len(prompt), rest, sinks, seed))
+            sums.sensitivity.add(squared_gradients(engine, TEXT, len(prompt), rest, sinks, seed))
         sums.texts += 1
     finally:
-        engine.release(HELD)
+        engine.release(TEXT)
 
 
 def _held_out(
@@ -134,14 +128,14 @@ def _curves_of(
     for s, all_, part in zip(statistics, sums.moments, left_out.moments, strict=True):
         rest = all_.without(part)
         bases.append(components(replace(s, mean=rest.mean, covariance=rest.covariance()), divisor, 0.0, None))
-    rows = [partial(s.block.rows, lambda at: engine.gather(HELD, at), engine.spec) for s in statistics]
+    rows = [partial(s.block.rows, lambda at: engine.gather(TEXT, at), engine.spec) for s in statistics]
     found = []
     for _, text in members:
-        engine.prefill(HELD, text.ids[:PROMPT_TOKENS])
+        engine.prefill(TEXT, text.ids[:PROMPT_TOKENS])
         try:
-            found.append(curves(rows, bases, PROMPT_TOKENS))
+            found.append(curves(rows, bases, request.klt.sink_tokens, PROMPT_TOKENS))
         finally:
-            engine.release(HELD)
+            engine.release(TEXT)
     return [torch.cat(block) for block in zip(*found, strict=True)]
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvserve_core.errors import ArtefactError
 from kvserve_hf.calibrate.fisher import Sensitivity
+from kvserve_hf.calibrate.work import Work
 
 
 class Moments:
@@ -75,13 +70,10 @@ class Sums:
 
 
 class State:
-    """What a run has summed up, one file a fold of texts; saved after each text, so that it goes on where it stopped.
+    """What a run has summed up, an entry a fold of texts; kept after each text, so that it can go on there."""
 
-    asked: identifies the run; a folder of another one is refused.
-    """
-
-    def __init__(self, folder: Path, asked: Mapping[str, Any], sizes: Sequence[int]) -> None:
-        self._folder, self._sizes, self._asked = folder, list(sizes), json.dumps(asked, sort_keys=True)
+    def __init__(self, work: Work, sizes: Sequence[int]) -> None:
+        self._work, self._sizes = work, list(sizes)
 
     def sums(self, fold: int) -> Sums:
         """Of one fold: zeros if nothing was saved.
@@ -89,9 +81,9 @@ class State:
         Raises:
             ArtefactError: the folder is another run's.
         """
-        found, path = Sums(self._sizes), self._path("sums", fold)
-        if path.exists():
-            tensors, about = load_file(path), self._about(path)
+        found = Sums(self._sizes)
+        if (kept := self._work.read(f"sums-{fold}")) is not None:
+            tensors, about = kept
             found.texts, found.sensitivity.texts = about["done"], about["texts"]
             for i, moments in enumerate(found.moments):
                 moments.count = about["counts"][i]
@@ -100,55 +92,25 @@ class State:
         return found
 
     def save(self, fold: int, sums: Sums) -> None:
-        """Write a fold's sums; a reader sees the old or the new ones."""
+        """Keep a fold's sums."""
         tensors = {f"total.{i}": m.total for i, m in enumerate(sums.moments)}
         tensors |= {f"outer.{i}": m.outer for i, m in enumerate(sums.moments)}
         tensors |= {f"metric.{layer}.{plane}": x for (layer, plane), x in sums.sensitivity.sums.items()}
-        counts = {
-            "done": sums.texts,
-            "counts": [m.count for m in sums.moments],
-            "texts": sums.sensitivity.texts,
-        }
-        self._write(self._path("sums", fold), tensors, counts)
+        about = {"done": sums.texts, "counts": [m.count for m in sums.moments], "texts": sums.sensitivity.texts}
+        self._work.keep(f"sums-{fold}", tensors, about)
 
     def held(self, fold: int) -> list[Tensor] | None:
         """What :meth:`save_held` kept of a fold."""
-        path = self._path("held", fold)
-        if not path.exists():
-            return None
-        self._about(path)
-        tensors = load_file(path)
-        return [tensors[str(i)] for i in range(len(tensors))]
+        kept = self._work.read(f"held-{fold}")
+        return None if kept is None else [kept.tensors[str(i)] for i in range(len(kept.tensors))]
 
     def save_held(self, fold: int, found: Sequence[Tensor]) -> None:
         """One tensor a block."""
-        self._write(self._path("held", fold), {str(i): x for i, x in enumerate(found)}, {})
+        self._work.keep(f"held-{fold}", {str(i): x for i, x in enumerate(found)}, {})
 
     def remove(self) -> None:
-        """Delete the files, and the folder if nothing else is in it."""
-        for path in [*self._folder.glob("sums-*.safetensors"), *self._folder.glob("held-*.safetensors")]:
-            path.unlink()
-        if self._folder.exists() and not any(self._folder.iterdir()):
-            self._folder.rmdir()
-
-    def _path(self, what: str, fold: int) -> Path:
-        return self._folder / f"{what}-{fold}.safetensors"
-
-    def _write(self, path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".new")
-        save_file(dict(tensors), beside, {"asked": self._asked, "state": json.dumps(about)})
-        beside.replace(path)
-
-    def _about(self, path: Path) -> dict[str, Any]:
-        with safe_open(path, "pt") as file:
-            about = file.metadata()
-        if about["asked"] != self._asked:
-            raise ArtefactError(
-                f"{str(self._folder)!r} holds a calibration of another model, other texts or options; remove it, or"
-                " name another folder with --work"
-            )
-        return dict(json.loads(about["state"]))
+        """The run is done."""
+        self._work.remove()
 
 
 def _key(name: str) -> tuple[int, str]:

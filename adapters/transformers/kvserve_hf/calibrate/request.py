@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 import kvserve_core
+from kvserve_core.errors import ConfigError
 from kvserve_hf.engine import Engine
 from kvserve_hf.texts import LoadedText
 
 Progress = Callable[[str, int, int], None]
 """``(what, done, of)``."""
+TEXT = "calibration"
+"""The transfer id of the text at hand."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,15 @@ class Request:
     progress: Progress
     klt: KLTOptions = KLTOptions()
     tables: TablesOptions = TablesOptions()
+
+    def require_texts(self) -> None:
+        """Refuse a run that has nothing to learn from.
+
+        Raises:
+            ConfigError: there are no texts.
+        """
+        if not self.texts:
+            raise ConfigError("there are no texts to calibrate on; name a list of some", "texts")
 
     def provenance(self, command: str) -> dict[str, Any]:
         """Model, texts, versions and command, for the file's metadata."""

@@ -1,7 +1,7 @@
 """``kvserve calibrate tables``: a model's own tables for an entropy coder, from the codes that pipelines give it.
 
 The codes are those of the pipelines' own transforms and quantizers on the calibration texts. Which codec fits tables to
-them, and what a file of tables is, is the codec's affair: one with a static method ``fitted`` can (``rans`` does).
+them, and what a file of tables is, is the codec's affair: :class:`~kvserve_core.stages.FitsTables` can (``rans`` does).
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from kvserve_core.errors import ArtefactError, ConfigError
 from kvserve_core.evaluation.bench import PROMPT_TOKENS
 from kvserve_core.profile import PipelineSpec
 from kvserve_core.registry import default_registry
-from kvserve_hf.bench.pipelines import Calibrated, Candidate, candidates, read_families, shipped
-from kvserve_hf.calibrate.codes import HELD, Source, Store
-from kvserve_hf.calibrate.request import Request
+from kvserve_core.stages import FitsTables
+from kvserve_hf.bench.pipelines import Calibrated, Candidate, candidates, named_families, read_families, shipped
+from kvserve_hf.calibrate.codes import Source, Store
+from kvserve_hf.calibrate.request import TEXT, Request
+from kvserve_hf.calibrate.work import Work, write_whole
 from kvserve_hf.texts import tokens
 
-FITS = "fitted"
 DEFAULT_FAMILY = "free"
 """Of the shipped families: it needs no calibrated file itself."""
 
@@ -31,21 +32,20 @@ def calibrate_tables(request: Request) -> dict[str, Any]:
         ConfigError: no text, no pipeline, or none whose codec fits tables. ArtefactError: a file that a pipeline reads
         is missing, or the work folder is another run's.
     """
+    request.require_texts()
     calibrated = Calibrated(request.tables.calibrated)
     chosen = _chosen(request, calibrated)
-    codec = _codec(chosen)
+    codec, fits = _codec(chosen)
     about = request.provenance("calibrate tables") | {
         "codec": codec,
         "pipelines": {c.name: spec.model_dump(mode="json") for c, spec in chosen},
     }
-    store = Store(request.work, about)
+    store = Store(Work(request.work, about))
     sources = [Source(request.engine, spec, calibrated.artefacts, codec) for _, spec in chosen]
     _collect(request, store, sources)
-    fitted = getattr(default_registry().load("codec", codec), FITS)
-    data = fitted(store.parts, about, lambda done, of: request.progress("tables", done, of))
+    data = fits.fitted(store.parts, about, lambda done, of: request.progress("tables", done, of))
     count = sum(part.codes.numel() for part in store.parts())
-    request.out.parent.mkdir(parents=True, exist_ok=True)
-    request.out.write_bytes(data)
+    write_whole(request.out, data)
     store.remove()
     digest, names = blake3(data).hexdigest(), ", ".join(c.name for c, _ in chosen)
     return {"file": str(request.out), "blake3": digest, "bytes": len(data), "codes": count, "pipelines": names}
@@ -56,10 +56,8 @@ def _chosen(request: Request, calibrated: Calibrated) -> list[tuple[Candidate, P
     options = request.tables
     every = read_families(options.pipelines) if options.pipelines else shipped(request.engine.model.config.model_type)
     names = options.families or (() if options.pipelines else (DEFAULT_FAMILY,))
-    if unknown := set(names) - {f.name for f in every}:
-        raise ConfigError(f"no family {sorted(unknown)} among {[f.name for f in every]}", "family")
     found = []
-    for candidate in candidates([f for f in every if f.name in names or not names], calibrated, default_registry()):
+    for candidate in candidates(named_families(every, names), calibrated, default_registry()):
         if candidate.spec is None:
             raise ArtefactError(
                 f"pipeline {candidate.name!r}: {candidate.problem}; name other pipelines or --calibrated"
@@ -68,28 +66,27 @@ def _chosen(request: Request, calibrated: Calibrated) -> list[tuple[Candidate, P
     return found
 
 
-def _codec(chosen: list[tuple[Candidate, PipelineSpec]]) -> str:
-    """The codec whose tables are fitted."""
-    named = {chain.codec.name for _, spec in chosen for chain in spec.planes.values()}
-    able = sorted(name for name in named if hasattr(default_registry().load("codec", name), FITS))
+def _codec(chosen: list[tuple[Candidate, PipelineSpec]]) -> tuple[str, FitsTables]:
+    """The codec whose tables are fitted, by name and class."""
+    names = sorted({chain.codec.name for _, spec in chosen for chain in spec.planes.values()})
+    loaded: dict[str, object] = {name: default_registry().load("codec", name) for name in names}
+    able = {name: cls for name, cls in loaded.items() if isinstance(cls, FitsTables)}
     if len(able) != 1:
         raise ConfigError(
-            f"the pipelines use codecs {sorted(named)}, of which {able or 'none'} fit tables; name pipelines with one"
+            f"the pipelines use codecs {names}, of which {sorted(able) or 'none'} fit tables; name pipelines with one"
             " such codec, e.g. 'rans'",
             "pipelines",
         )
-    return able[0]
+    return next(iter(able.items()))
 
 
 def _collect(request: Request, store: Store, sources: list[Source]) -> None:
     texts = tokens(request.texts, request.engine.tokenize)
-    if not texts:
-        raise ConfigError("there are no texts to calibrate on; name a list of them", "texts")
     for i, text in enumerate(texts):
         if not store.has(i):
-            request.engine.prefill(HELD, text.ids[:PROMPT_TOKENS])
+            request.engine.prefill(TEXT, text.ids[:PROMPT_TOKENS])
             try:
                 store.save(i, [part for source in sources for part in source.parts(PROMPT_TOKENS)])
             finally:
-                request.engine.release(HELD)
+                request.engine.release(TEXT)
         request.progress(text.name, i + 1, len(texts))

@@ -121,6 +121,13 @@ def envelope(profiles: Iterable[Profile], nbytes: float = NOMINAL_BYTES) -> list
     ]
 
 
+def fastest(measurements: Iterable[Measurement], floor: float, nbytes: float = NOMINAL_BYTES) -> list[Measurement]:
+    """Those that keep a floor and are fastest at some bandwidth, from the fastest link down."""
+    good = [m for m in measurements if m.quality >= floor]
+    found = lower_envelope([latency_line(nbytes, m.cr, m.encode, m.decode) for m in good])
+    return [good[i] for i in found.order]
+
+
 def rank_correlation(measurements: Iterable[Measurement]) -> float | None:
     """Spearman's rho between estimated and measured ratios; None below three."""
     pairs = [(m.cr_estimate, m.cr) for m in measurements if not m.error and m.cr_estimate > 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class ModelObjective:
         if self._at is not None:
             self._at.close()
             self._at = None
+            gc.collect()  # a model refers to itself: without this its memory stays until some later collection
 
     @property
     def _loaded(self) -> _Loaded:

@@ -173,15 +173,17 @@ def best(found: Found, floor: float) -> Measurement | None:
 
 
 def kept(found: Found, floors: Sequence[float], limit: int) -> list[Measurement]:
-    """What is worth a thorough measurement: not beaten, and near enough to a floor that it may keep one.
+    """What is worth a thorough measurement, by ratio: not beaten by another, and near enough to a floor to keep one.
 
-    Bounds from few samples are wide, so the measured quality decides here; the bounds of the second measurement count.
+    When that is too many: the best of each floor first, then what is fastest at some bandwidth for some floor. Bounds
+    from few samples are wide, so the measured quality decides here; the bounds of the second measurement count.
     """
     near = [m for m in found.measurements if not m.error and m.quality >= min(*made.BUCKETS, *floors)]
     rows = front(near, made.NOMINAL_BYTES, BANDWIDTH)
-    wanted = {m.key for floor in floors if (m := best(found, floor))}
-    order = sorted(rows, key=lambda m: (m.key not in wanted, -m.cr * m.quality_low))
-    return sorted(order[:limit], key=lambda m: m.cr)
+    wanted = [m for floor in floors if (m := best(found, floor))]
+    fastest = [m for floor in (*floors, *made.BUCKETS) for m in made.fastest(rows, floor)]
+    order = {m.key: m for m in (*wanted, *fastest, *sorted(rows, key=lambda m: -m.cr))}
+    return sorted(list(order.values())[:limit], key=lambda m: m.cr)
 
 
 def _row(m: Measurement, point: Point) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from kvserve_core.library import LOSSLESS_PROFILE, RAW_PROFILE, Profile, Profile
 from kvserve_core.policy import ServiceContext
 from kvserve_core.profiling.build import build_space
 from kvserve_core.profiling.point import Measurement
+from kvserve_core.profiling.run import Found
 from kvserve_core.profiling.search import Options
 from kvserve_core.registry import default_registry
 from kvserve_hf.profile import library as made
 from kvserve_hf.profile.objective import ModelObjective
-from kvserve_hf.profile.run import Plan, ProfileRun, searching
+from kvserve_hf.profile.run import Plan, ProfileRun, kept, searching
 from tiny_profile import SPACE, load, setup, uniform
 
 
@@ -116,6 +117,28 @@ def test_buckets_hold_what_keeps_their_floor_with_the_fastest_over_bandwidth() -
     assert limits == sorted(limits, reverse=True)
     # Theorem 6.1 for two lines: equal where V/s + V/(B cr) are.
     assert limits[1] == pytest.approx((1 / 4 - 1 / 16) / (4e-8 - 1e-9))
+
+
+def candidate(key: str, cr: float, quality: float, s_per_byte: float) -> Measurement:
+    speed = Speed(0.0, s_per_byte / 2)
+    bounds = {"quality": quality, "quality_low": quality - 0.01, "quality_high": quality}
+    return Measurement(key=key, cr=cr, encode=speed, decode=speed, **bounds)
+
+
+def test_what_is_kept_serves_slow_and_fast_links_and_every_floor() -> None:
+    rows = (
+        candidate("small", 30.0, 0.96, 5e-8),
+        candidate("nearly", 29.9, 0.955, 4.9e-8),
+        candidate("beaten", 20.0, 0.95, 6e-8),
+        candidate("quick", 2.0, 0.999, 1e-9),
+        candidate("fine", 8.0, 0.993, 1e-8),
+        candidate("broken", 90.0, 0.5, 1e-9),
+        Measurement(key="failed", error="it did"),
+    )
+    found = Found((), (), rows, "budget spent")
+    assert [m.key for m in kept(found, (0.94,), 9)] == ["quick", "fine", "nearly", "small"]
+    assert [m.key for m in kept(found, (0.94,), 3)] == ["quick", "fine", "small"]
+    assert [m.key for m in kept(found, (0.94,), 1)] == ["small"]
 
 
 def test_rank_correlation_is_spearman_s() -> None:
