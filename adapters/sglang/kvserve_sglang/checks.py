@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from kvserve_core.errors import ConfigError, UnsupportedSpecError
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.settings import Settings
@@ -26,6 +28,16 @@ def check_manager(manager: Any) -> None:
         if used:
             raise UnsupportedSpecError(
                 f"kvserve does not carry {what}; serve without it, or with another transfer backend"
+            )
+
+
+def check_metadata(buffers: Any) -> None:
+    """Raise UnsupportedSpecError for metadata buffers of SGLang's that are not in host memory."""
+    for name, buffer in vars(buffers).items():
+        if isinstance(buffer, Tensor) and buffer.device.type != "cpu":
+            raise UnsupportedSpecError(
+                f"SGLang keeps its metadata buffer {name!r} on device {buffer.device.type!r}, kvserve reads them in"
+                " host memory; unset SGLANG_MOONCAKE_CUSTOM_MEM_POOL, or use another transfer backend"
             )
 
 

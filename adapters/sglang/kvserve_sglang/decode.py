@@ -16,6 +16,7 @@ from kvserve_core.peer import PeerInfo
 from kvserve_core.session import Consumer, Loaded, LoadFailed
 from kvserve_core.spec import Region, Shard
 from kvserve_core.transport import Locator
+from kvserve_sglang.fence import Fence
 from kvserve_sglang.layout import Layout
 from kvserve_sglang.messages import Located
 from kvserve_sglang.metrics import Exporter
@@ -51,6 +52,13 @@ class Receiving:
     transfer_id: str = ""
     alive: bool = True
     writing: threading.Lock = field(default_factory=threading.Lock)
+    fence: Fence = field(default_factory=Fence)
+
+    def end(self) -> None:
+        """Its pages are given away next: once this returns, no write to them is under way or will begin."""
+        with self.writing:
+            self.alive = False
+        self.fence.wait()
 
     def locator(self) -> Locator:
         """Where all parts are; in the order of the senders, which is the same on every decode rank."""
@@ -86,13 +94,13 @@ class DecodeSide:
 
     def forget(self, room: int) -> None:
         """SGLang ends a request: once this returns, nothing is written to its pages."""
-        receiving = self._open.pop(room, None)
+        receiving = self._open.get(room)
         if receiving is None:
             return
-        with receiving.writing:
-            receiving.alive = False
+        receiving.end()
         if receiving.transfer_id:
             receiving.consumer.cancel(receiving.transfer_id)
+        self._open.pop(room, None)  # last: a second thread that forgets the room must wait for its writes too
 
     @property
     def active(self) -> int:
@@ -119,6 +127,7 @@ class DecodeSide:
             if wanted is not None:
                 slots = receiving.slots.of(self._layout.kv, wanted, receiving.total)
                 self._layout.scatter(wanted, slots, x[:, :, wanted.start - at.start :])
+                receiving.fence.mark(self._layout.device)
 
     def _missing(self, receiving: Receiving, at: Region) -> Region | None:
         """The part of a region that this side does not hold yet."""
@@ -131,7 +140,7 @@ class DecodeSide:
         if not isinstance(message, Located):
             return
         receiving = self._open.get(message.room)
-        if receiving is None or receiving.transfer_id:
+        if receiving is None or receiving.transfer_id or not receiving.alive:
             log.debug("room %s is over, its location comes too late", message.room)
             return
         receiving.located[message.prefill_rank] = message
@@ -154,11 +163,14 @@ class DecodeSide:
         receiving.total, receiving.transfer_id = total, locator.transfer_id
         self._by_id[locator.transfer_id] = receiving
         receiving.consumer.fetch(locator, range(min(slots.prefix, total - 1), total), receiving.deadline)
+        if not receiving.alive:  # ended before there was something to cancel
+            receiving.consumer.cancel(locator.transfer_id)
 
     def _poll(self) -> None:
         for consumer in list(self._sessions):
             for event in consumer.poll():
                 self._ended(event)
+        self._exporter.set("active", self.active, side="consumer")
 
     def _ended(self, event: Loaded | LoadFailed) -> None:
         receiving = self._by_id.pop(event.transfer_id, None)

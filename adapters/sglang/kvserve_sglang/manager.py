@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,11 @@ from sglang.srt.utils.network import NetworkAddress
 from kvserve_core.errors import PluginError
 from kvserve_core.settings import Settings
 from kvserve_sglang import pools
-from kvserve_sglang.checks import check_manager
+from kvserve_sglang.checks import check_manager, check_metadata
 from kvserve_sglang.decode import DecodeSide
 from kvserve_sglang.messages import Decided, Located, Message, Register, Reported, Wanted, pack, unpack
 from kvserve_sglang.peers import Peers
+from kvserve_sglang.plugin import check_applied
 from kvserve_sglang.prefill import PrefillSide
 from kvserve_sglang.roles import decode_side, prefill_side
 from kvserve_sglang.sending import Target
@@ -67,6 +69,7 @@ class KVServeManager(CommonKVManager):
     kv_status_msg_carries_reason = True
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
+        check_applied()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.session_id = f"{self.local_ip}:{self.rank_port}"
         self.setup: RankSetup | None = None
@@ -77,7 +80,10 @@ class KVServeManager(CommonKVManager):
 
     def bind_engine(self, queue: Any) -> None:
         """SGLang's queue hands over its pool; nothing works before."""
-        self.bind(Engine.of(queue))
+        with self._closed_on_error():
+            check_metadata(queue.metadata_buffers)
+            engine = Engine.of(queue)
+        self.bind(engine)
 
     def bind(self, engine: Engine, settings: Settings | None = None) -> None:
         """Make the sessions and begin to listen. What was said before waits in the socket.
@@ -85,9 +91,14 @@ class KVServeManager(CommonKVManager):
         Raises:
             KVServeError: this model, pool or configuration cannot be served.
         """
-        try:
+        with self._closed_on_error():
             check_manager(self)
             self._bind(RankSetup(engine, self, settings))
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.close()  # sockets that nobody closes would keep the process from ending
             raise

@@ -13,6 +13,8 @@ from typing import Any
 from kvserve_core.metric_names import METRICS, Metric
 from kvserve_core.policy import Outcome
 
+OWN = (Metric("active", "gauge", "Requests and transfers that have not ended.", ("side",)),)
+"""Beside the series that every engine has."""
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +66,7 @@ def _registered() -> dict[str, Any]:
     except ImportError:
         log.warning("prometheus_client is not installed: kvserve's metrics are not exported")
         return {}
-    return {metric.name: _series(prometheus_client, metric) for metric in METRICS}
+    return {metric.name: _series(prometheus_client, metric) for metric in (*METRICS, *OWN)}
 
 
 def _series(client: Any, metric: Metric) -> Any:

@@ -7,10 +7,12 @@ is used; servers that do not use it are left alone.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pkgutil
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from kvserve_core.errors import PluginError
 from kvserve_sglang import backend
@@ -66,12 +68,45 @@ def _install() -> None:
 
 def _check_targets() -> None:
     """SGLang only logs a hook whose target is gone."""
-    targets = [GET_CLASS, *(f"{queue}._init_kv_manager" for queue in (PREFILL_QUEUE, DECODE_QUEUE))]
-    for target in [*targets, f"{PREFILL_QUEUE}.finalize_bootstrap"]:
+    for target in (GET_CLASS, *_queue_hooks()):
         try:
             pkgutil.resolve_name(target)
         except (AttributeError, ImportError) as error:
             raise PluginError(f"it has no {target!r} to hook into ({error})") from error
+
+
+def check_applied() -> None:
+    """SGLang only logs a hook that it could not apply, too, and skips one whose target it has wrapped before.
+
+    Raises:
+        PluginError: a server would start without pools, or leave out what requests ask for.
+    """
+    for target, hook in _queue_hooks().items():
+        if not _wraps(pkgutil.resolve_name(target), hook):
+            raise PluginError(
+                f"SGLang did not apply kvserve's hook of {target!r}; its log has the reason, which may be another"
+                " plugin that hooks the same method"
+            )
+
+
+def _wraps(found: Any, hook: Callable[..., Any]) -> bool:
+    """Whether ``hook`` is in one of the layers that SGLang's registry put around a function."""
+    while inspect.isfunction(found):
+        if inspect.getclosurevars(found).nonlocals.get("hook") is hook:
+            return True
+        found = getattr(found, "__wrapped__", None)
+    return False
+
+
+def _queue_hooks() -> dict[str, Callable[..., Any]]:
+    """What runs after which method."""
+    from kvserve_sglang import hooks
+
+    return {
+        f"{PREFILL_QUEUE}._init_kv_manager": hooks.bind_manager,
+        f"{DECODE_QUEUE}._init_kv_manager": hooks.bind_manager,
+        f"{PREFILL_QUEUE}.finalize_bootstrap": hooks.describe_request,
+    }
 
 
 def _classes() -> dict[str, type]:
@@ -98,8 +133,5 @@ def _hook_classes(classes: Callable[[], dict[str, type]]) -> None:
 def _hook_queues() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from kvserve_sglang import hooks
-
-    for queue in (PREFILL_QUEUE, DECODE_QUEUE):
-        HookRegistry.register(f"{queue}._init_kv_manager", hooks.bind_manager, HookType.AFTER)
-    HookRegistry.register(f"{PREFILL_QUEUE}.finalize_bootstrap", hooks.describe_request, HookType.AFTER)
+    for target, hook in _queue_hooks().items():
+        HookRegistry.register(target, hook, HookType.AFTER)

@@ -5,57 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from kvserve_core.deployment import Deployment
 from kvserve_core.errors import KVServeError, StoreFull, TransferCancelled
-from kvserve_core.pipeline import Pipeline
 from kvserve_core.policy import RAW, Outcome
 from kvserve_core.session import Failed, Freed
 from kvserve_core.spec import Region
 from kvserve_core.transport import Endpoint
 from kvserve_sglang.deciding import Judge, as_decision
-from kvserve_sglang.layout import Layout
-from kvserve_sglang.messages import Decided, Located, Reported, Wanted
-from kvserve_sglang.metrics import Exporter
+from kvserve_sglang.messages import Decided, Located, Reported
+from kvserve_sglang.prefill_rank import Rank
 from kvserve_sglang.pump import Pump
-from kvserve_sglang.ranks import Ranks
 from kvserve_sglang.sending import Chunk, Sending
 
 DECISION_S = 30.0
 """How long a rank waits for the first rank's decision."""
 EARLY_KEPT = 1024
 log = logging.getLogger(__name__)
-
-
-class Rooms(Protocol):
-    """What of SGLang's manager this side needs."""
-
-    def succeed(self, room: int) -> None:
-        """The pages may be overwritten."""
-
-    def fail(self, room: int, reason: str) -> None:
-        """Tell both engines."""
-
-    def tell(self, to: Wanted, message: Located) -> None:
-        """Send to a decode rank."""
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What the prefill side of one rank is made of. number: as SGLang counts senders; window: see transfer_spec."""
-
-    rooms: Rooms
-    ranks: Ranks
-    deployment: Deployment
-    pipelines: dict[str, Pipeline]
-    layout: Layout
-    exporter: Exporter
-    number: int
-    window: int | None
 
 
 class PrefillSide:
@@ -76,14 +43,15 @@ class PrefillSide:
         self._open[sending.room] = sending
 
     def forget(self, room: int, reason: str = "the prefill engine ended the request") -> None:
-        """SGLang is done with a request, one way or the other: from here on its pages are not read."""
-        sending = self._open.pop(room, None)
+        """SGLang is done with a request, one way or the other: once this returns, its pages are not read."""
+        self._early.pop(room, None)
+        sending = self._open.get(room)
         if sending is None:
             return
-        with sending.reading:  # a gather that is under way must end before the pages are given away
-            sending.ended = reason
+        sending.end(reason)
         if sending.transfer_id and not sending.freed:
             self.producer.abort(sending.transfer_id, reason)
+        self._open.pop(room, None)  # last: a second thread that forgets the room must wait for its reads too
 
     def abort(self, room: int, reason: str) -> None:
         """The decode side gave up: what is still on offer for it is withdrawn."""
@@ -111,7 +79,9 @@ class PrefillSide:
         with sending.reading:
             if sending.ended:
                 raise TransferCancelled(sending.ended)
-            return layout.gather(at, sending.slots.of(layout.kv, at, sending.total))
+            x = layout.gather(at, sending.slots.of(layout.kv, at, sending.total))
+            sending.fence.mark(layout.device)
+            return x
 
     def _handle(self, message: object) -> None:
         match message:
@@ -131,7 +101,7 @@ class PrefillSide:
 
     def _chunk(self, chunk: Chunk) -> None:
         sending = chunk.to
-        if not sending.alive:
+        if sending.over:
             return
         sending.add(chunk)
         if not sending.targets:  # a dummy rank: others send what it would
@@ -170,19 +140,27 @@ class PrefillSide:
 
     def _decided(self, decided: Decided) -> None:
         sending = self._open.get(decided.room)
+        if sending is not None and sending.over:
+            return
         if sending is not None and sending.waiting_since is not None and not sending.transfer_id:
             self._guarded(sending, self._serve, sending, decided)
             return
         while len(self._early) >= EARLY_KEPT:
-            del self._early[next(iter(self._early))]
+            self._early.pop(next(iter(self._early)), None)
         self._early[decided.room] = decided
 
     def _serve(self, sending: Sending, decided: Decided) -> None:
         """Open the transfer, tell the decode ranks where it is, and hand over the tokens that are final."""
         sending.waiting_since = None
+        try:
+            endpoint, profile = self._opened(sending, decided)
+        except BaseException:
+            self._withdraw_decision(decided.transfer_id)
+            raise
         self._by_id[decided.transfer_id] = sending
-        endpoint, profile = self._opened(sending, decided)
-        sending.transfer_id = decided.transfer_id
+        if not sending.opened(decided.transfer_id):
+            self.producer.abort(decided.transfer_id, sending.ended)
+            return
         for target in sending.targets:
             located = Located(
                 sending.room, self._rank.number, decided.transfer_id, sending.total or 0, endpoint, profile
@@ -216,13 +194,14 @@ class PrefillSide:
 
     def _succeed(self, sending: Sending) -> None:
         sending.freed = True
-        if sending.alive:
+        if not sending.over:
             self._rank.rooms.succeed(sending.room)
 
     def _fail(self, sending: Sending, reason: str) -> None:
         if sending.transfer_id:
             self.producer.abort(sending.transfer_id, reason)
-        if sending.alive and not sending.freed:
+        if not sending.over and not sending.freed:
+            sending.failed = True
             self._rank.rooms.fail(sending.room, reason)
 
     def _poll(self) -> None:
@@ -237,9 +216,9 @@ class PrefillSide:
                 case Failed():
                     self._failed(event)
                 case Outcome():
-                    self._by_id.pop(event.transfer_id, None)
                     self._delivered(event)
         self._end_waiting()
+        self._rank.exporter.set("active", self.active, side="producer")
 
     def _export(self) -> None:
         self._rank.exporter.set("published_bytes", self.producer.budget.held_bytes)
@@ -249,20 +228,34 @@ class PrefillSide:
 
     def _failed(self, event: Failed) -> None:
         sending = self._by_id.pop(event.transfer_id, None)
-        if self._judge:
-            self._judge.forget(event.transfer_id)
+        self._withdraw_decision(event.transfer_id)
         self._rank.exporter.count("transfers", side="producer", ok="false")
         if sending is not None:
             log.warning("room %s was not delivered: %s", sending.room, event.reason)
             sending.transfer_id = ""  # it is closed already
             self._fail(sending, event.reason)
 
+    def _withdraw_decision(self, transfer_id: str) -> None:
+        if self._judge:
+            self._judge.forget(transfer_id)
+
     def _delivered(self, outcome: Outcome) -> None:
+        self._settle(outcome)
         self._rank.exporter.transfer(outcome, "producer")
         if self._judge:
             self._report(self._rank.number, outcome)
         else:
             self._ranks.tell((0, 0), Reported(self._rank.number, outcome))
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Consumers may be done before the encode thread says that the pages are free."""
+        sending = self._by_id.pop(outcome.transfer_id, None)
+        if sending is None or sending.freed:
+            return
+        if outcome.ok:
+            self._succeed(sending)
+        else:
+            self._fail(sending, outcome.reason)
 
     def _report(self, rank: int, outcome: Outcome) -> None:
         whole = self._judge.report(rank, outcome) if self._judge else None

@@ -15,7 +15,8 @@ from kvserve_sglang.checks import within_checksum
 from kvserve_sglang.decode import DecodeSide, shards_together
 from kvserve_sglang.messages import Located, Wanted
 from kvserve_sglang.metrics import Exporter
-from kvserve_sglang.prefill import PrefillSide, Rank
+from kvserve_sglang.prefill import PrefillSide
+from kvserve_sglang.prefill_rank import Rank
 from kvserve_sglang.ranks import Ranks
 from kvserve_sglang.setup import RankSetup
 

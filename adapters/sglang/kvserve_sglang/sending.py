@@ -11,6 +11,7 @@ from kvserve_core.peer import PeerInfo
 from kvserve_core.requests import RequestOptions
 from kvserve_core.session import Event
 from kvserve_core.spec import SEGMENT_TOKENS
+from kvserve_sglang.fence import Fence
 from kvserve_sglang.messages import Register, Wanted
 from kvserve_sglang.slots import Pages, Slots
 
@@ -30,7 +31,7 @@ class Target:
 
 @dataclass
 class Sending:
-    """State of a request; the pump's, but for ``ended``: why the engine ended it.
+    """State of a request; the pump's, but for ``ended``: why the engine ended it. failed: both engines were told so.
 
     targets: the decode ranks that will fetch; none on a dummy rank. total: prompt tokens, None until the last chunk
     where SGLang did not say earlier. born: when it arrived (``time.monotonic()``). grid: tokens of a cell.
@@ -50,13 +51,32 @@ class Sending:
     grid: int = SEGMENT_TOKENS
     ended: str = ""
     freed: bool = False
+    failed: bool = False
     waiting_since: float | None = None
     reading: threading.Lock = field(default_factory=threading.Lock)
+    fence: Fence = field(default_factory=Fence)
 
     @property
     def alive(self) -> bool:
         """Whether the engine still wants it."""
         return not self.ended
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing left to do for it."""
+        return self.failed or not self.alive
+
+    def end(self, reason: str) -> None:
+        """The engine gives its pages away next: once this returns, no read of them is under way or will begin."""
+        with self.reading:
+            self.ended = self.ended or reason
+        self.fence.wait()
+
+    def opened(self, transfer_id: str) -> bool:
+        """Its transfer is on offer; False where the engine ended the request meanwhile and could not know of it."""
+        with self.reading:
+            self.transfer_id = transfer_id
+            return self.alive
 
     @property
     def prefix(self) -> int:

@@ -30,6 +30,7 @@ class Slots:
     pages: list[Pages] = field(default_factory=list)
     windows: Pages | None = None
     cells: dict[int, int] = field(default_factory=dict)
+    _joined: tuple[int, Pages | None] = (0, None)
 
     def add(self, pages: Sequence[int] | NDArray[np.integer]) -> None:
         """The next pages."""
@@ -55,7 +56,14 @@ class Slots:
         tokens = np.maximum(np.arange(at.start, at.stop), self.prefix)
         if group.window is not None:
             return self._slots(tokens - self._window_start(group.window, total), self.windows)
-        return self._slots(tokens - self.prefix, np.concatenate(self.pages) if self.pages else None)
+        return self._slots(tokens - self.prefix, self._every())
+
+    def _every(self) -> Pages | None:
+        """All pages so far as one array, which is made once a chunk: every region of a request asks for it."""
+        count = len(self.pages)  # another thread may add the next ones
+        if self._joined[0] != count:
+            self._joined = count, np.concatenate(self.pages[:count])
+        return self._joined[1]
 
     def _window_start(self, window: int, total: int) -> int:
         """The first token that SGLang lists a sliding-window page for."""

@@ -53,7 +53,7 @@ def check_groups() -> None:
     if TransferResults is None:
         raise UnsupportedSpecError(
             f"this model has several KV cache groups, and vLLM {vllm.__version__} cannot be told that a load of such a"
-            " model failed; use vLLM 0.31 or newer, or '--disable-hybrid-kv-cache-manager'"
+            " model failed; use vLLM 0.31 or newer"
         )
 
 

@@ -22,7 +22,7 @@ from kvserve_core.settings import load_settings
 from kvserve_vllm import compat
 from kvserve_vllm.metadata import RankInfo, StepMeta, WorkerReport
 from kvserve_vllm.options import split_options
-from kvserve_vllm.prefix_keys import check_prefixes
+from kvserve_vllm.prefix_keys import check_prefixes, check_windows
 from kvserve_vllm.scheduler.side import SchedulerSide
 from kvserve_vllm.spec import served_model
 from kvserve_vllm.stats import KVServeMetrics, KVServeStats
@@ -66,8 +66,10 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._several_pools = len(kv_cache_config.kv_cache_groups) > 1
-        if transfer.is_kv_consumer and self._several_pools:
-            compat.check_groups()
+        if transfer.is_kv_consumer:
+            check_windows(model)
+            if self._several_pools:
+                compat.check_groups()
         windows = any(group.window is not None for group in model.kv.groups)
         self._by_request = self._several_pools or (windows and compat.TransferResults is not None)
         if role == KVConnectorRole.SCHEDULER:

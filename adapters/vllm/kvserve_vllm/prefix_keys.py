@@ -55,6 +55,20 @@ def kv_scales(layers: Iterable[Stored], modules: Mapping[str, Any]) -> str | Non
     return digest.hexdigest()[:32] if found else None
 
 
+def check_windows(model: ServedModel) -> None:
+    """Whether the engine knows that of a sliding window no more than the window is loaded.
+
+    Raises:
+        UnsupportedSpecError: it does not; the message says what to leave out.
+    """
+    windows = {layer for group in model.kv.groups if group.window is not None for layer in group.layers}
+    if full := [s.name for s in model.layers if s.layer in windows and not isinstance(s.spec, SlidingWindowSpec)]:
+        raise UnsupportedSpecError(
+            f"layer {full[0]!r} has a sliding window, but the engine caches it as full attention, and would take blocks"
+            " of which only the window was loaded for whole ones; leave out '--disable-hybrid-kv-cache-manager'"
+        )
+
+
 def check_prefixes(model: ServedModel, cache_config: Any) -> None:
     """Whether prefixes of this model can be kept cell by cell.
 
@@ -67,12 +81,7 @@ def check_prefixes(model: ServedModel, cache_config: Any) -> None:
             f"blocks of {model.whole_blocks} tokens are only kept whole, and {SEGMENT_TOKENS}, the tokens of a cell, is"
             " no multiple of that; set '--block-size' to one that divides it"
         )
-    windows = {layer for group in model.kv.groups if group.window is not None for layer in group.layers}
-    if full := [s.name for s in model.layers if s.layer in windows and not isinstance(s.spec, SlidingWindowSpec)]:
-        raise UnsupportedSpecError(
-            f"layer {full[0]!r} has a sliding window, but the engine caches it as full attention, and would take blocks"
-            " of which only the window was loaded for whole ones; leave out '--disable-hybrid-kv-cache-manager'"
-        )
+    check_windows(model)
     if getattr(cache_config, "calculate_kv_scales", False) and any(stored.is_packed for stored in model.layers):
         raise UnsupportedSpecError(
             "with '--calculate-kv-scales' each process scales its quantized cache differently, so that stored prefixes"

@@ -152,8 +152,14 @@ class Prefixes:
         for req_id in compat.preempted(output) & self._entries.keys():
             self._preempted(self._entries[req_id], meta)
         for each in compat.scheduled(output):
-            if entry := self._entries.get(each.req_id):
+            entry = self._entries.get(each.req_id)
+            if entry is None:
+                continue
+            try:
                 self._scheduled(entry, each, output.num_scheduled_tokens[each.req_id], meta)
+            except Exception:  # its block table may be short by now: nothing of it is kept
+                log.exception("the prefix of request %r is not kept", each.req_id)
+                entry.stores = False
 
     def _preempted(self, entry: Entry, meta: StepMeta) -> None:
         """Its blocks are lost: what is not kept yet is given up, and what is kept may be loaded again."""
@@ -185,7 +191,9 @@ class Prefixes:
             return
         entry.ranks -= 1
         entry.valid = min(entry.valid, end.valid)
-        entry.failed = entry.failed or bool(end.reason)
+        if end.reason:
+            entry.failed = True
+            self._pollution.failed(end.req_id, end.valid)
         entry.outcomes.append(end.outcome)
         if entry.ranks > 0:
             return

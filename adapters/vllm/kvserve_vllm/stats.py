@@ -66,10 +66,13 @@ class KVServeStats(KVConnectorStats):
 
 
 class StatsBuffer:
-    """Samples of one connector instance since they were last taken."""
+    """Samples of one connector instance since they were last taken.
 
-    def __init__(self, counters: Counters) -> None:
-        self._counters, self._seen = counters, counters.snapshot()
+    first: whether this is the first rank. Every rank counts its bytes; a load as such is one load, whatever the ranks.
+    """
+
+    def __init__(self, counters: Counters, first: bool = True) -> None:
+        self._counters, self._seen, self._first = counters, counters.snapshot(), first
         self._stats = KVServeStats(data={})
 
     def add(self, name: str, value: float, *labels: str) -> None:
@@ -78,7 +81,8 @@ class StatsBuffer:
 
     def transferred(self, outcome: Outcome, side: str) -> None:
         """A transfer that ended, as one side saw it."""
-        self.add("transfers", 1, side, "true" if outcome.ok else "false")
+        if self._first:
+            self.add("transfers", 1, side, "true" if outcome.ok else "false")
         if not outcome.ok:
             return
         self.add("raw_bytes", outcome.raw_bytes)
@@ -92,7 +96,7 @@ class StatsBuffer:
         """Loads that ended on this rank."""
         for load, outcome in ended:
             self.transferred(outcome, "consumer")
-            if outcome.ok:
+            if outcome.ok and self._first:
                 self.add("load_seconds", outcome.total_s)
                 self.add("external_tokens", load.stop - load.start)
 

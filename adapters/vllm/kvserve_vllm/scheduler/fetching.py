@@ -130,6 +130,8 @@ class Fetching:
             if wanted is None:
                 continue
             wanted.ranks -= 1
+            if end.reason:
+                self._pollution.failed(end.req_id, wanted.computed + end.valid)
             if wanted.ranks <= 0:
                 wanted.stage = Stage.USED
                 self._loading.pop(end.transfer_id, None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -14,12 +13,14 @@ from vllm.v1.request import RequestStatus
 from kvserve_core.deployment import Deployment
 from kvserve_core.latency import critical_bandwidth
 from kvserve_core.peer import PeerInfo
-from kvserve_core.policy import Decision, Outcome
+from kvserve_core.policy import Decision
+from kvserve_core.spec import SEGMENT_TOKENS
 from kvserve_core.transport import Endpoint, Locator
 from kvserve_vllm import compat
 from kvserve_vllm.compat import Scheduled
 from kvserve_vllm.metadata import Open, Profile, RankInfo, StepMeta, WorkerReport
 from kvserve_vllm.params import TransferParams, answer, prompt_digest
+from kvserve_vllm.scheduler.wanted import Unsettled, Wanted, joined, leave_last_token, waited_s
 from kvserve_vllm.spec import ServedModel
 from kvserve_vllm.stats import StatsBuffer
 from kvserve_vllm.worker.offers import PREEMPTED
@@ -27,33 +28,9 @@ from kvserve_vllm.worker.offers import PREEMPTED
 log = logging.getLogger(__name__)
 MAX_UNSETTLED = 4096
 """Decisions kept until their outcomes come; the oldest give way."""
+BROKEN = "its offer failed"
+NOT_LOADED = "the load that it went on from failed"
 DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-
-
-@dataclass
-class Wanted:
-    """A request that asks to be offered.
-
-    total: tokens to send. prompt: its digest. transfer_id: None while nothing is open. started_s: when its prefill was
-    first scheduled, on the monotonic clock.
-    """
-
-    request: Any
-    params: TransferParams
-    total: int
-    prompt: str | None
-    started_s: float = 0.0
-    attempts: int = 0
-    transfer_id: str | None = None
-    announced: int = 0
-
-
-@dataclass
-class Unsettled:
-    """A decision and the outcomes of the ranks so far."""
-
-    decision: Decision
-    outcomes: list[Outcome] = field(default_factory=list)
 
 
 class Offering:
@@ -65,10 +42,13 @@ class Offering:
         self._profiles: dict[str, Profile] = {}
         self._wanted: dict[str, Wanted] = {}
         self._drops: dict[str, str] = {}
+        self._late: dict[str, Wanted] = {}
+        self._ranks = 1
         self._unsettled: OrderedDict[str, Unsettled] = OrderedDict()
 
     def meet(self, ranks: Sequence[RankInfo]) -> None:
         """What the ranks can encode: a profile must be one of every rank."""
+        self._ranks = len(ranks)
         self._endpoints = tuple(rank.endpoint for rank in ranks if rank.endpoint is not None)
         common = set.intersection(*(set(rank.profiles) for rank in ranks))
         self._profiles = {name: ranks[0].profiles[name] for name in ranks[0].profiles if name in common}
@@ -81,45 +61,90 @@ class Offering:
             if self._model.has_state:
                 leave_last_token(request)
 
-    def plan(self, output: Any, meta: StepMeta) -> None:
-        """What the workers are to do for the requests of this step."""
+    def plan(self, output: Any, meta: StepMeta, loading: Collection[str] = ()) -> None:
+        """What the workers are to do for the requests of this step. loading: those whose load ends within the step."""
         meta.drop.update(self._drops)
         self._drops = {}
+        self._plan_late(meta)
         for req_id in compat.preempted(output) & self._wanted.keys():
-            if self._wanted[req_id].transfer_id is not None:
-                meta.drop[req_id] = PREEMPTED
-                self._wanted[req_id].transfer_id = None
+            self._lose(self._wanted[req_id], meta)
         for entry in compat.scheduled(output):
-            if wanted := self._wanted.get(entry.req_id):
+            wanted = self._wanted.get(entry.req_id)
+            if wanted is None:
+                continue
+            try:
+                if entry.req_id in loading:
+                    wanted.loads, wanted.not_loaded = self._ranks, False
                 self._plan(wanted, entry, output.num_scheduled_tokens[entry.req_id], meta)
+            except Exception:  # one request's trouble: the others of the step go on
+                log.exception("request %r is not offered", entry.req_id)
+                self._break(wanted)
+
+    def _plan_late(self, meta: StepMeta) -> None:
+        """Requests that ended in the step of their load, once that load is known to have ended well or not."""
+        for req_id, wanted in list(self._late.items()):
+            if wanted.not_loaded:
+                meta.drop[req_id] = NOT_LOADED
+            elif wanted.loads <= 0:
+                meta.ready[req_id] = wanted.total
+            else:
+                continue
+            del self._late[req_id]
+
+    def _lose(self, wanted: Wanted, meta: StepMeta) -> None:
+        """What it was offered from is gone: its blocks, or what is in them."""
+        if wanted.transfer_id is not None:
+            meta.drop[wanted.request.request_id] = PREEMPTED
+            wanted.transfer_id = None
+
+    def _break(self, wanted: Wanted) -> None:
+        """The workers end what they hold of it, and give its blocks back when it ends."""
+        wanted.failed = True
+        if wanted.transfer_id is not None:
+            self._drops[wanted.request.request_id] = BROKEN
 
     def _plan(self, wanted: Wanted, entry: Scheduled, count: int, meta: StepMeta) -> None:
         if entry.fresh:
-            if wanted.transfer_id is not None:  # its blocks are others now
-                meta.drop[entry.req_id] = PREEMPTED
-            self._open(wanted, entry, meta)
-        elif wanted.transfer_id is None:
-            return
-        elif entry.blocks is not None:
-            meta.grow[entry.req_id] = entry.blocks
-        stop = min(entry.num_computed + count, wanted.total)
-        if stop > wanted.announced:
-            meta.ready[entry.req_id] = wanted.announced = stop
+            wanted.blocks = entry.blocks or ()
+            self._lose(wanted, meta)
+            self._open(wanted, entry.num_computed, meta)
+        else:
+            self._go_on(wanted, entry, meta)
+        wanted.computed = min(entry.num_computed + count, wanted.total)
+        if wanted.transfer_id is None or wanted.failed or wanted.loads > 0:
+            return  # a load that fails in this step leaves garbage behind the tokens that it lacks
+        if wanted.computed > wanted.announced:
+            meta.ready[entry.req_id] = wanted.announced = wanted.computed
 
-    def _open(self, wanted: Wanted, entry: Scheduled, meta: StepMeta) -> None:
+    def _go_on(self, wanted: Wanted, entry: Scheduled, meta: StepMeta) -> None:
+        new = entry.blocks
+        if new is not None:
+            wanted.blocks = tuple([*held, *ids] for held, ids in zip(wanted.blocks, new, strict=True))
+        if wanted.not_loaded:
+            self._lose(wanted, meta)
+            self._open(wanted, entry.num_computed, meta)
+        elif new is not None and wanted.transfer_id is not None:
+            meta.grow[entry.req_id] = new
+
+    def _open(self, wanted: Wanted, computed: int, meta: StepMeta) -> None:
         """A preempted request is offered anew, under an id of its own: what was read before is not to be mixed in."""
         suffix = f".{wanted.attempts}" if wanted.attempts else ""
-        wanted.transfer_id = wanted.params.transfer_id + suffix
+        transfer_id = wanted.params.transfer_id + suffix
         wanted.attempts += 1
-        wanted.announced = 0
-        wanted.started_s = time.monotonic()
+        wanted.announced, wanted.not_loaded, wanted.failed = 0, False, False
+        wanted.started_s, wanted.started_at = time.monotonic(), computed
+        if transfer_id in self._unsettled:
+            log.warning("transfer %r is not offered: the id is in use, name a fresh one per request", transfer_id)
+            return
         decision = self._decide(wanted)
-        self._unsettled[wanted.transfer_id] = Unsettled(decision)
+        slim = Decision(decision.profile, decision.reason, decision.context, decision.bandwidth)
+        blocks = tuple(list(ids) for ids in wanted.blocks)
+        req_id = wanted.request.request_id
+        meta.open.append(Open(req_id, transfer_id, wanted.total, slim, wanted.params.peer, blocks))
+        wanted.transfer_id, wanted.profile = transfer_id, decision.profile
+        self._unsettled[transfer_id] = Unsettled(decision)
         if len(self._unsettled) > MAX_UNSETTLED:
             self._unsettled.popitem(last=False)
-        slim = Decision(decision.profile, decision.reason, decision.context, decision.bandwidth)
-        blocks = entry.blocks or ()
-        meta.open.append(Open(entry.req_id, wanted.transfer_id, wanted.total, slim, wanted.params.peer, blocks))
 
     def _decide(self, wanted: Wanted) -> Decision:
         peer = wanted.params.peer
@@ -127,7 +152,7 @@ class Offering:
             wanted.total,
             wanted.params.options,
             link=peer.link if peer else "default",
-            elapsed_s=max(0.0, time.time() - wanted.request.arrival_time),
+            elapsed_s=waited_s(wanted.request),
             acceptable=self._acceptable(peer),
         )
         decision = self._deployment.controller.choose(context)
@@ -142,21 +167,44 @@ class Offering:
         wanted = self._wanted.pop(request.request_id, None)
         if wanted is None or wanted.transfer_id is None:
             return False, None
-        if request.status not in DONE or wanted.announced < wanted.total:
-            self._drops[request.request_id] = f"the request ended as {request.status.name.lower()}"
+        if problem := self._problem(wanted, request):
+            self._drops[request.request_id] = problem
             return True, None
+        try:
+            return True, self._answer(wanted)
+        except Exception:  # the workers hold its blocks: they must give them back, whatever is answered
+            log.exception("request %r is answered without its transfer", request.request_id)
+            self._late.pop(request.request_id, None)
+            self._drops[request.request_id] = BROKEN
+            return True, None
+
+    def _answer(self, wanted: Wanted) -> dict[str, Any]:
+        if wanted.announced < wanted.total:
+            self._late[wanted.request.request_id] = wanted
         self._learn_prefill(wanted)
-        profile = self._unsettled[wanted.transfer_id].decision.profile
-        locator = Locator(wanted.transfer_id, wanted.total, self._endpoints, profile)
-        return True, answer(locator, wanted.prompt)
+        locator = Locator(wanted.transfer_id or "", wanted.total, self._endpoints, wanted.profile)
+        return answer(locator, wanted.prompt)
+
+    def _problem(self, wanted: Wanted, request: Any) -> str | None:
+        """Why the KV of a request that ended is of no use."""
+        if wanted.failed:
+            return BROKEN
+        if wanted.not_loaded:
+            return NOT_LOADED
+        complete = wanted.announced >= wanted.total or (wanted.loads > 0 and wanted.computed >= wanted.total)
+        if request.status in DONE and complete:
+            return None
+        return f"the request ended as {request.status.name.lower()}"
 
     def _learn_prefill(self, wanted: Wanted) -> None:
         """How long prompts take here, and wait: a request that went on to generate says nothing of that."""
         if wanted.request.num_output_tokens > 1 or wanted.attempts > 1:
             return
+        tokens = wanted.request.num_prompt_tokens - wanted.started_at
+        if wanted.started_at > 0 and tokens < SEGMENT_TOKENS:
+            return  # nearly all of it was cached: what is left says nothing of that either
         seconds = time.monotonic() - wanted.started_s
-        queue_s = max(0.0, time.time() - wanted.request.arrival_time - seconds)
-        self._deployment.controller.observe_prefill(wanted.request.num_prompt_tokens, seconds, queue_s)
+        self._deployment.controller.observe_prefill(tokens, seconds, max(0.0, waited_s(wanted.request) - seconds))
 
     def learn(self, report: WorkerReport) -> None:
         """Outcomes of the workers: the controller sees a transfer once, when all ranks have told theirs."""
@@ -172,6 +220,18 @@ class Offering:
             if self._unsettled.pop(transfer_id, None) is not None:
                 log.info("transfer %r was not delivered: %s", transfer_id, reason)
                 self._stats.add("transfers", 1, "producer", "false")
+                self._fail(transfer_id)
+        for end in (*report.loads, *report.prefix_loaded):
+            wanted = self._wanted.get(end.req_id) or self._late.get(end.req_id)
+            if wanted is not None and wanted.loads > 0:
+                wanted.loads -= 1
+                wanted.not_loaded = wanted.not_loaded or bool(end.reason)
+
+    def _fail(self, transfer_id: str) -> None:
+        """On some rank a running request is not offered; what the others hold of it ends."""
+        for wanted in self._wanted.values():
+            if wanted.transfer_id == transfer_id:
+                self._break(wanted)
 
     def _settle(self, unsettled: Unsettled) -> None:
         outcome, decision = joined(unsettled.outcomes), unsettled.decision
@@ -190,30 +250,3 @@ class Offering:
                 encode_s, decode_s, wire_bytes = priced.costs(nbytes)
                 pays_below = critical_bandwidth(nbytes / wire_bytes, nbytes / max(encode_s + decode_s, 1e-9))
                 self._stats.add("break_even_bytes_per_second", pays_below, outcome.profile)
-
-
-def leave_last_token(request: Any) -> None:
-    """Stop the prefill one token short: recurrent state must be that of the tokens that are sent, not one more.
-
-    The decode engine computes the last prompt token itself. What prefill samples instead is nobody's answer.
-    """
-    del request.prompt_token_ids[-1:]
-    del request._all_token_ids[-1:]
-    request.num_prompt_tokens -= 1
-    request.max_tokens = 1
-
-
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """One transfer over several ranks: bytes add up, the slowest rank's seconds count."""
-    first = outcomes[0]
-    return replace(
-        first,
-        raw_bytes=sum(o.raw_bytes for o in outcomes),
-        wire_bytes=sum(o.wire_bytes for o in outcomes),
-        encode_s=max(o.encode_s for o in outcomes),
-        transfer_s=max(o.transfer_s for o in outcomes),
-        decode_s=max(o.decode_s for o in outcomes),
-        total_s=max(o.total_s for o in outcomes),
-        ok=all(o.ok for o in outcomes),
-        reason="; ".join(o.reason for o in outcomes if o.reason),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvserve_core.deployment import Deployment
@@ -91,16 +91,13 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepMeta:
         """What the workers are to do in this step."""
         meta = StepMeta()
-        self._pollution.plan(output)
-        if self._offering is not None:
-            self._offering.plan(output, meta)
-        if self._fetching is not None:
-            self._fetching.plan(meta)
-        if self._prefixes is not None:
-            try:
-                self._prefixes.plan(output, meta)
-            except Exception:  # the orders above must reach the workers whatever the store half does
-                log.exception("stored prefixes were left out of a step")
+        isolated("the engine's prefix cache", lambda: self._pollution.plan(output))
+        if (fetching := self._fetching) is not None:
+            isolated("loads", lambda: fetching.plan(meta))
+        if (prefixes := self._prefixes) is not None:
+            isolated("stored prefixes", lambda: prefixes.plan(output, meta))
+        if (offering := self._offering) is not None:
+            isolated("offers", lambda: offering.plan(output, meta, loads_within(meta)))
         return meta
 
     def learn(self, report: WorkerReport) -> None:
@@ -115,9 +112,9 @@ class SchedulerSide:
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """``(keep its blocks, what the router gets)``."""
         params = self._params.pop(request.request_id, NOTHING)
-        self._pollution.finished(request.request_id)
-        if self._fetching is not None:
-            self._fetching.finished(request)
+        isolated("the engine's prefix cache", lambda: self._pollution.finished(request.request_id))
+        if (fetching := self._fetching) is not None:
+            isolated("loads", lambda: fetching.finished(request))
         keep, answer = self._offering.finished(request) if self._offering is not None else (False, None)
         if answer is None and params.describe:
             peer = next((rank.peer for rank in self._ranks if rank.peer is not None), None)
@@ -129,3 +126,16 @@ class SchedulerSide:
     def close(self) -> None:
         """Nothing runs here that would not end by itself; sockets of this process are closed."""
         self._deployment.close()
+
+
+def isolated(what: str, hook: Callable[[], None]) -> None:
+    """Run one half's part of a hook: what the others order and answer must get through whatever it does."""
+    try:
+        hook()
+    except Exception:  # nothing of one half may cost the requests of another
+        log.exception("%s were left out of a step", what)
+
+
+def loads_within(meta: StepMeta) -> set[str]:
+    """Requests whose load ends within the step, before the forward pass that goes on from it."""
+    return {load.req_id for load in (*meta.load, *meta.prefix_load) if load.wait}

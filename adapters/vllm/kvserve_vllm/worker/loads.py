@@ -15,7 +15,7 @@ from kvserve_core.session import Consumer, Loaded, LoadFailed
 from kvserve_core.spec import Region
 from kvserve_core.transport import Locator
 from kvserve_vllm.metadata import Load, LoadEnd, WorkerReport
-from kvserve_vllm.placement import Placement
+from kvserve_vllm.placement import NULL_BLOCK, Placement
 
 log = logging.getLogger(__name__)
 WAIT_S = 0.0005
@@ -131,7 +131,8 @@ class Loads:
         """Blocks of a request of one pool that hold a token that did not arrive."""
         cache = next(iter(self._placement.layers.values()))
         table = load.blocks[cache.pool]
-        return list(table[valid // cache.block_size : -(-load.stop // cache.block_size)])
+        held = table[valid // cache.block_size : -(-load.stop // cache.block_size)]
+        return [block for block in held if block != NULL_BLOCK]
 
     def _session(self) -> Consumer:
         if self._consumer is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,7 +31,11 @@ class Fence(Protocol):
 
 @dataclass
 class Offer:
-    """One prompt. kept: copies of what the engine does not hold until it is encoded, under ``lock``."""
+    """One prompt.
+
+    refused: its transfer id is not its own. kept: copies of what the engine does not hold until it is encoded, under
+    ``lock``.
+    """
 
     req_id: str
     transfer_id: str
@@ -38,6 +43,7 @@ class Offer:
     blocks: Blocks
     ready: int = 0
     freed: bool = False
+    refused: bool = False
     kept: list[tuple[Region, Tensor]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
@@ -87,21 +93,22 @@ class Offers:
     def open(self, op: Open, report: WorkerReport) -> None:
         """Publish a prompt. A refusal is reported: the consumer will find nothing and compute the prompt."""
         offer = Offer(op.req_id, op.transfer_id, op.total, op.blocks)
-        self._by_request[op.req_id] = self._by_transfer[op.transfer_id] = offer
+        self._by_request[op.req_id] = offer  # the scheduler waits for its blocks, however this ends
         try:
             self._session().open(op.transfer_id, op.total, op.decision, op.peer)
+            self._by_transfer[op.transfer_id] = offer
         except Exception as error:  # noqa: BLE001  # its blocks must not stay with us, whatever went wrong
             log.warning("transfer %r is not offered: %s", op.transfer_id, error)
             report.failed.append((op.transfer_id, f"{type(error).__name__}: {error}"))
-            self._by_transfer.pop(op.transfer_id, None)
-            offer.freed = True
+            offer.freed = offer.refused = offer.closed = True
 
     def grow(self, blocks: Mapping[str, Blocks]) -> None:
         """The engine gave these requests more blocks."""
         for req_id, new in blocks.items():
             if offer := self._by_request.get(req_id):
-                for table, ids in zip(offer.blocks, new, strict=True):
-                    table.extend(ids)
+                with self._ending(offer):
+                    for table, ids in zip(offer.blocks, new, strict=True):
+                        table.extend(ids)
 
     def advance(self, ready: Mapping[str, int]) -> None:
         """Tokens up to these were computed by the forward pass that was just queued."""
@@ -109,20 +116,35 @@ class Offers:
             offer = self._by_request.get(req_id)
             if offer is None or offer.freed:
                 continue
-            if stop >= offer.total:
-                self._keep(offer)
-            self._session().ready(offer.transfer_id, range(offer.ready, stop), self._fence())
-            offer.ready = stop
+            with self._ending(offer):
+                if stop >= offer.total:
+                    self._keep(offer)
+                self._session().ready(offer.transfer_id, range(offer.ready, stop), self._fence())
+                offer.ready = stop
+
+    @contextmanager
+    def _ending(self, offer: Offer) -> Iterator[None]:
+        """Whatever goes wrong with one offer ends that one; its blocks go back to the engine with its request."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("transfer %r ends", offer.transfer_id)
+            self._end(offer, f"{type(error).__name__}: {error}")
+
+    def _end(self, offer: Offer, reason: str) -> None:
+        self._close(offer)
+        offer.freed = True
+        if not offer.refused:
+            self._session().abort(offer.transfer_id, reason)
 
     def drop(self, reasons: Mapping[str, str]) -> None:
         """End offers at once: after this call no thread reads their blocks."""
         for req_id, reason in reasons.items():
             if offer := self._by_request.get(req_id):
-                self._close(offer)
-                offer.freed = True
                 if reason == PREEMPTED:
                     del self._by_request[req_id]
-                self._session().abort(offer.transfer_id, reason)
+                with self._ending(offer):
+                    self._end(offer, reason)
 
     def poll(self, report: WorkerReport) -> None:
         """What the session has to tell."""
@@ -150,7 +172,8 @@ class Offers:
         with offer.lock:
             offer.closed = True
             offer.kept.clear()
-        self._by_transfer.pop(offer.transfer_id, None)
+        if self._by_transfer.get(offer.transfer_id) is offer:
+            del self._by_transfer[offer.transfer_id]
 
     def _keep(self, offer: Offer) -> None:
         """Copy what the engine frees or overwrites once the prompt is done: windows and state.
