@@ -166,7 +166,7 @@ def config_error(error: ValidationError, model: type[BaseModel], raw: object, wh
     path = ".".join(_keys(first["loc"], raw, first["type"] == "missing"))
     if first["type"] in _UNKNOWN:
         return ConfigError(did_you_mean(str(first["loc"][-1]), _fields_at(model, first["loc"][:-1]), what), path)
-    shown = "" if first["type"] in ("value_error", "missing") else f", got {first['input']!r}"
+    shown = "" if first["type"] in ("value_error", "missing") else f", got {first['input']!r:.200}"
     return ConfigError(first["msg"].removeprefix("Value error, ") + shown, path)
 
 

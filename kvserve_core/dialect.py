@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 AxisName = Literal["channel", "token", "tensor"]
 _AXES: dict[tuple[int, ...], AxisName] = {(2,): "channel", (1, 3): "token", (1,): "token", (3,): "token"}
+MAX_ACCURACY = 1.5
 _TENSOR = ((1, 2, 3), (0, 1, 2, 3))
 Levels = Annotated[int, Field(ge=2, le=256)]
 
 
 def axis_name(given: object) -> object:
     """``[2]`` (axes of ``[B, H, S, D]`` that are reduced) -> ``channel``; names as they are."""
-    if isinstance(given, int) and not isinstance(given, bool):
+    if type(given) is int:
         given = [given]
     if not isinstance(given, (list, tuple)):
         return given
+    if any(type(axis) is not int for axis in given):
+        raise ValueError(f"axes are numbers, got {list(given)}")
     axes = tuple(sorted(given))
     if axes in _TENSOR:
         return "tensor"
@@ -115,20 +118,30 @@ class ProfileMetadata(_Model):
 
 
 class Performance(_Model):
-    """``performance_metrics``: MB/s that are MiB/s, of a harmonic mean."""
+    """``performance_metrics``: MB/s that are MiB/s, of a harmonic mean. What is outside the limits was not measured."""
 
-    compression_ratio: float = Field(gt=0)
-    harmonic_speed_mbps: float = Field(gt=0)
+    compression_ratio: float = Field(gt=0, allow_inf_nan=False)
+    harmonic_speed_mbps: float = Field(ge=1e-6, le=1e12)
     critical_bandwidth_mbps: float | None = None
     encode_speed_mbps: float | None = None
     decode_speed_mbps: float | None = None
 
 
+def fraction(given: float) -> float:
+    """Refuse what can only be a percentage: a relative accuracy is about 1 at best."""
+    if not given <= MAX_ACCURACY:
+        raise ValueError(f"{given:g} is no fraction of the raw accuracy; divide percentages by 100")
+    return given
+
+
+Accuracy = Annotated[float, Field(ge=0), AfterValidator(fraction)]
+
+
 class Quality(_Model):
     """``quality_metrics``."""
 
-    accuracy: float = Field(ge=0)
-    metric_name: str = "relative_accuracy"
+    accuracy: Accuracy
+    metric_name: str = Field("relative_accuracy", min_length=1)
 
 
 class TheirProfile(_Model):

@@ -29,6 +29,8 @@ LAYER_RATIO = 0.33
 """The share of layers that a split by layers makes low there, whatever ``hybrid_ratio`` says."""
 MIB = 2**20
 INLINE_HEADS = 128
+THEIRS = {"name": "profile_id"}
+"""Fields of a profile of ours that are called otherwise in their file."""
 DEFAULT_LENGTH = 4096
 """Input length, in tokens, of a library that names none."""
 
@@ -185,17 +187,20 @@ def import_library(
         how.scores_artefact = artefacts.add(json.dumps([list(row) for row in how.scores]).encode())
     buckets = {f"library.accuracy_buckets.{i}": bucket for i, bucket in enumerate(theirs.accuracy_buckets)}
     parsed = {path: _parse(Bucket, bucket, path) for path, bucket in buckets.items()}
-    profiles = [
-        _profile(p, how, speeds, f"{path}.pareto_profiles.{j}")
+    found = {
+        f"{path}.pareto_profiles.{j}": p
         for path, bucket in parsed.items()
         for j, p in enumerate(bucket.pareto_profiles)
-    ]
+    }
+    profiles = _distinct({path: _profile(p, how, speeds, path) for path, p in found.items()})
     if any(bucket.bandwidth_intervals for bucket in parsed.values()):
         how.note("bandwidth intervals are dropped: the controller computes the lower envelope, which they are not")
     how.note("accuracies come without an interval: 'lower' repeats the value, so leave a margin in min_quality")
     how.note("compression ratios are kept; the reference counts too little metadata, so they are optimistic")
     about = theirs.library_metadata
-    library = ProfileLibrary(
+    library = _made(
+        ProfileLibrary,
+        "library",
         model_id=model_id or about.model_name,
         fingerprint=fingerprint,
         device=about.machine or "unknown",
@@ -211,11 +216,12 @@ def _profile(raw: object, how: Import, speeds: SpeedTable | None, path: str) -> 
     pipeline = import_pipeline(theirs.compression_config, how, f"{path}.compression_config")
     encode, decode = _speeds(theirs, how, speeds, path)
     quality, used = theirs.quality_metrics, how.scores_artefact
-    record = QualityRecord(
-        value=quality.accuracy, lower=quality.accuracy, upper=quality.accuracy, metric=quality.metric_name, samples=1
-    )
+    bounds = dict.fromkeys(("value", "lower", "upper"), quality.accuracy)
+    record = QualityRecord(**bounds, metric=quality.metric_name, samples=1)
     reads = used is not None and used in pipeline.model_dump_json()
-    return Profile(
+    return _made(
+        Profile,
+        path,
         name=theirs.profile_id,
         pipeline=pipeline,
         cr=theirs.performance_metrics.compression_ratio,
@@ -225,6 +231,32 @@ def _profile(raw: object, how: Import, speeds: SpeedTable | None, path: str) -> 
         artefacts=(used,) if used is not None and reads else (),
         notes="imported",
     )
+
+
+def _distinct(profiles: Mapping[str, Profile]) -> list[Profile]:
+    """Profiles by their place in the file, each of a name of its own.
+
+    Raises:
+        ConfigError: two have the same name.
+    """
+    first: dict[str, str] = {}
+    for path, profile in profiles.items():
+        if (other := first.setdefault(profile.name, path)) != path:
+            raise ConfigError(f"{profile.name!r} is also the id of {other}; rename one", f"{path}.profile_id")
+    return list(profiles.values())
+
+
+def _made(model: type[ModelT], where: str, **fields: Any) -> ModelT:
+    """One of ours from values of theirs that are valid there.
+
+    Raises:
+        ConfigError: not valid here, as the name of a profile may be; ``where`` is its place in their file.
+    """
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        found = config_error(error, model, fields)
+        raise ConfigError(found.reason, THEIRS.get(found.path, found.path)).under(where) from None
 
 
 def _speeds(theirs: TheirProfile, how: Import, speeds: SpeedTable | None, path: str) -> tuple[Speed, Speed]:

@@ -232,7 +232,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not TOML, not UTF-8, or nested too deep
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested too deep
         raise ConfigError(f"the config file {str(path)!r} is not TOML: {error}") from error
     if isinstance(values.get("library"), str):
         values["library"] = str(path.parent / Path(values["library"]).expanduser())

@@ -73,18 +73,36 @@ class Process:
 
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics: ``name{labels}`` -> value."""
-        text = httpx.get(f"{self.url}/metrics", timeout=20, trust_env=False).text
-        rows = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
-        return {name: float(value) for name, _, value in rows}
+        return samples(self._exported())
+
+    def _exported(self) -> str:
+        return httpx.get(f"{self.url}/metrics", timeout=20, trust_env=False).text
 
     def total(self, name: str, **labels: str) -> float:
         """Sum of the samples of one metric that carry these labels."""
-        return total(self.metrics(), name, **labels)
+        text = self._exported()
+        family = name.removesuffix("_sum").removesuffix("_count")
+        if f"# TYPE {family} " not in text:
+            raise KeyError(f"{self.url} exports no metric {name!r}")
+        return total(samples(text), name, **labels)
 
     def held(self) -> dict[str, int]:
         """Threads, and open files and sockets, of its engine: all processes but the first, which speaks HTTP."""
         pids = processes(self.popen.pid)[1:]
         return {kind: sum(len(os.listdir(f"/proc/{pid}/{kind}")) for pid in pids) for kind in ("task", "fd")}
+
+
+def samples(text: str) -> dict[str, float]:
+    """What an exporter says: ``name{labels}`` -> value."""
+    rows = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in rows}
+
+
+def sampled(metrics: Mapping[str, float], name: str) -> float:
+    """Sum of the samples of a metric that must have some."""
+    if not any(sample.partition("{")[0] == name for sample in metrics):
+        raise KeyError(f"there is no sample of {name!r}")
+    return total(metrics, name)
 
 
 def total(metrics: Mapping[str, float], name: str, **labels: str) -> float:

@@ -88,9 +88,7 @@ def _device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch was built without it
         reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"no device {name!r} here: {reason}; name one such as 'cpu' or 'cuda:0'", "--device"
-        ) from None
+        raise ConfigError(f"no device {name!r} here: {reason}; name one such as 'cpu'", "--device") from None
     return device
 
 
@@ -106,9 +104,9 @@ def _json(text: str | None) -> dict[str, Any] | None:
     try:
         value = parsed(text)
     except ValueError as error:
-        raise ConfigError(f"{text!r} is not JSON: {error}", "--config") from None
+        raise ConfigError(f"{text!r:.80} is not JSON: {error}", "--config") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"expected a JSON object such as '{{\"levels\": 16}}', got {text!r}", "--config")
+        raise ConfigError(f"expected a JSON object such as '{{\"levels\": 16}}', got {text!r:.80}", "--config")
     return value
 
 

@@ -38,6 +38,7 @@ def library(
     if action == "import-kvserve":
         if out is None:
             raise ConfigError("import-kvserve needs --out PATH: .kvlib or a folder for a library, .json for the rest")
+        _check_codec(codec)
         how = Import(read_scores(_text(scores), str(scores)) if scores else None, codec)
         report = _import(path, out, how, speeds, fingerprint)
     else:
@@ -46,6 +47,15 @@ def library(
         print_json(report)
     else:
         _print(report)
+
+
+def _check_codec(name: str | None) -> None:
+    """Whether there is such a codec; it need not be usable on this machine."""
+    try:
+        if name is not None:
+            default_registry().manifest("codec", name)
+    except ConfigError as error:
+        raise error.under("--codec") from None
 
 
 def _about(found: ProfileLibrary, check: bool) -> dict[str, Any]:

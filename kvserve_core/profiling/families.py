@@ -106,7 +106,7 @@ class SpaceConfig(_Text):
         try:
             text = path.read_text(encoding="utf-8")
             raw = tomllib.loads(text) if path.suffix == ".toml" else parsed(text)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # RecursionError: TOML that is nested too deep
             raise ConfigError(f"cannot be read: {error}", str(path)) from error
         return cls.parse(raw, str(path))
 

@@ -15,7 +15,6 @@ heads x dim in this order and r components by falling sigma:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from kvserve_core.errors import ArtefactError, UnsupportedSpecError
 from kvserve_core.json_text import parsed
+from kvserve_plugins.kernels.basis_checks import check_about, check_tensors
 
 KEY = "kvserve.klt"
 VERSION = 1
@@ -104,7 +104,7 @@ def parse(data: bytes) -> BasisFile:
     """A file's blocks and tensors.
 
     Raises:
-        ArtefactError: it is not such a file, or of a version that is not known here.
+        ArtefactError: it is not such a file, of a version that is not known here, or holds what no calibration writes.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -112,11 +112,13 @@ def parse(data: bytes) -> BasisFile:
     try:
         size = int.from_bytes(data[:8], "little")
         about = parsed(parsed(data[8 : 8 + size])["__metadata__"][KEY])
-        if about["version"] != VERSION:
+        if about["version"] != VERSION or isinstance(about["version"], bool):
             raise ArtefactError(f"the basis is of version {about['version']}, this kvserve reads {VERSION}; upgrade it")
+        check_about(about)
         blocks = tuple(_block(b) for b in about["blocks"])
         file = BasisFile(about["plane"], about["dim"], about["per"], blocks, load(data))
-        _check(file)
+        for i, block in enumerate(blocks):
+            check_tensors(i, len(block.layers) * len(block.heads) * file.dim, file.tensors)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ArtefactError(
             f"not a basis of 'kvserve calibrate klt': {type(error).__name__}: {error}; name a file that it wrote"
@@ -154,16 +156,3 @@ def _expected(file: BasisFile, index: int, kept: int) -> float:
 
 def _block(raw: dict[str, Any]) -> Block:
     return Block(tuple(raw["layers"]), tuple(raw["heads"]), tuple(raw["rope"]))
-
-
-def _check(file: BasisFile) -> None:
-    for i, block in enumerate(file.blocks):
-        n, r = len(block.layers) * len(block.heads) * file.dim, len(file.tensors[f"{i}.sigma"])
-        shapes: dict[str, Sequence[int]] = {"basis": (n, r), "mean": (n,), "scale": (n,), "tail": (1,)}
-        for name, shape in shapes.items():
-            if tuple(file.tensors[f"{i}.{name}"].shape) != shape:
-                raise ValueError(f"tensor '{i}.{name}' has another shape than {shape}")
-        if (held := file.tensors.get(f"{i}.held")) is not None and tuple(held.shape) != (r + 1,):
-            raise ValueError(f"tensor '{i}.held' has another shape than {(r + 1,)}")
-        if not bool((file.tensors[f"{i}.scale"] > 0).all()):
-            raise ValueError(f"tensor '{i}.scale' holds values that are not above 0")

@@ -108,7 +108,7 @@ class KLT(Transform):
         """
         plain = rope.undo(x, self._parts, at.start) if self.config.undo_rope else x
         encoded = [basis.encode(_rows(h, basis)) for h, basis in self._heads(plain)]
-        self._guard([outside / basis.drift for (_, outside), basis in zip(encoded, self.bases, strict=True)], at)
+        self._guard([outside.abs() / basis.drift for (_, outside), basis in zip(encoded, self.bases, strict=True)], at)
         return torch.cat([y.float() for y, _ in encoded], -1)[None, None], {}
 
     def decode(self, y: Tensor, params: Params, at: Region) -> Tensor:

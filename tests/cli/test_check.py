@@ -8,6 +8,7 @@ import pytest
 
 from kvserve_core.cli import check as module
 from kvserve_core.library import ProfileLibrary
+from testing.bad_stages import CannotBeCreated, CannotSayWhatItCanDo, EndsAGenerator, Exits, name_of, registry
 
 LIBRARY = Path(module.__file__).parents[2] / "adapters/transformers/kvserve_hf/smollm2-135m.kvlib"
 Run = Callable[..., Any]
@@ -83,6 +84,52 @@ def test_golden_frames(kvserve: Run, tmp_path: Path) -> None:
     assert "transform-hadamard@1.kv" in written.out
     assert "never rewritten" in kvserve(*arguments, "--write-golden").out
     assert kvserve(*arguments, "--json").json["checks"][0]["status"] == "ok"
+
+
+def test_devices_and_folders_that_are_none(kvserve: Run, tmp_path: Path) -> None:
+    done = kvserve("check", "raw", "--device", "banana")
+    assert done.code == 2
+    assert done.err.startswith("error: --device: no device 'banana'")
+    (tmp_path / "file").write_text("x")
+    done = kvserve("check", "raw", "--golden", str(tmp_path / "file"), "--write-golden")
+    assert done.code == 2
+    assert "is a file; name the folder" in done.err
+    assert kvserve("check", "raw", "--write-golden").code == 2
+
+
+def test_a_configuration_that_is_nested_too_deep(kvserve: Run) -> None:
+    done = kvserve("check", "raw", "--config", "[" * 100_000)
+    assert done.code == 2
+    assert "nested too deep" in done.err
+
+
+def test_nothing_checked_is_no_success(kvserve: Run) -> None:
+    config = f'{{"basis": "{"0" * 64}"}}'
+    done = kvserve("check", "klt", "--config", config)
+    assert done.code == 1
+    assert "nothing was checked: it reads calibrated files" in done.err
+    assert kvserve("check", "klt", "--config", config, "--json").code == 1
+
+
+@pytest.mark.parametrize(
+    ("cls", "said"),
+    [
+        (CannotBeCreated, "unexpected ValueError: no"),
+        (CannotSayWhatItCanDo, "unexpected ValueError: no"),
+        (Exits, "unexpected SystemExit: 0"),
+        (EndsAGenerator, "unexpected GeneratorExit"),
+    ],
+)
+@pytest.mark.parametrize("write", [False, True])
+def test_whatever_it_raises_is_a_failure(
+    kvserve: Run, cls: type, said: str, write: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    components = registry()
+    monkeypatch.setattr(module, "default_registry", lambda: components)
+    more = ("--golden", str(tmp_path), "--write-golden") if write else ()
+    done = kvserve("check", name_of(cls), "--json", *more)
+    assert done.code == 1
+    assert said in {c["detail"].rstrip(": ") if "Generator" in said else c["detail"] for c in done.json["checks"]}
 
 
 def test_files_that_are_for_another_model(kvserve: Run) -> None:

@@ -80,6 +80,7 @@ def test_import_of_scores(kvserve: Kvserve, tmp_path: Path) -> None:
         (("show", "missing.kvlib"), "missing.kvlib"),
         (("import-kvserve", str(LIBRARY)), "needs --out"),
         (("import-kvserve", str(LIBRARY), "--out", "x.kvlib"), "--scores"),
+        (("import-kvserve", str(LIBRARY), "--out", "x.kvlib", "--codec", "zst"), "--codec: unknown codec 'zst'"),
         (("import-kvserve", "missing.json", "--out", "x"), "missing.json: cannot be read"),
         (("import-kvserve", str(DATA / "README.md"), "--out", "x"), "not JSON"),
     ],

@@ -131,6 +131,9 @@ def test_without_a_codec_codes_are_packed() -> None:
         ({"pipelin": []}, r"^c\.pipelin: unknown key 'pipelin'; did you mean 'pipeline'"),
         (quantizer(high_key_max_value=1), r"^c\.quantizer_config\.high_key_max_value: "),
         (quantizer(axis_key=[0]), r"^c\.quantizer_config\.axis_key: .*none of \[2\]"),
+        (quantizer(axis_key=[None, "x"]), r"^c\.quantizer_config\.axis_key: axes are numbers, got \[None, 'x'\]"),
+        (quantizer(axis_key=[[1], [2]]), r"^c\.quantizer_config\.axis_key: axes are numbers"),
+        (quantizer(axis_key=[True]), r"^c\.quantizer_config\.axis_key: axes are numbers"),
         (quantizer(base_seed="red"), r"^c\.quantizer_config\.base_seed: .*is not a number"),
         (quantizer(low_key_max_value=20), r"^c\.quantizer_config: 20 levels for low heads, only 16"),
         (quantizer(quant_type="absmax"), "absmax"),
@@ -254,6 +257,40 @@ def test_unknown_keys_of_a_library_are_refused(where: tuple[str | int, ...], key
         import_library(raw, how(), "f" * 64)
 
 
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("profile_id", "raw", r": the name 'raw' is reserved"),
+        ("profile_id", "", r"\.profile_id: "),
+        ("profile_id", "a b", r"\.profile_id: .*got 'a b'"),
+        ("performance_metrics.compression_ratio", float("inf"), r"compression_ratio: .*finite"),
+        ("performance_metrics.harmonic_speed_mbps", 1e-320, r"harmonic_speed_mbps: .*greater than"),
+        ("performance_metrics.harmonic_speed_mbps", float("inf"), r"harmonic_speed_mbps: .*less than"),
+        ("quality_metrics.accuracy", float("inf"), r"quality_metrics\.accuracy: inf is no fraction"),
+        ("quality_metrics.accuracy", 95.0, r"quality_metrics\.accuracy: 95 is no fraction.*by 100"),
+        ("quality_metrics.metric_name", "", r"quality_metrics\.metric_name: "),
+    ],
+)
+def test_values_that_no_profile_has(where: str, value: object, message: str) -> None:
+    raw = json.loads(json.dumps(LIBRARY))
+    inner = raw["accuracy_buckets"][0]["pareto_profiles"][1]
+    *steps, key = where.split(".")
+    for step in steps:
+        inner = inner[step]
+    inner[key] = value
+    with pytest.raises(ConfigError, match=r"^library\.accuracy_buckets\.0\.pareto_profiles\.1.*" + message):
+        import_library(raw, how(), "f" * 64)
+
+
+def test_two_profiles_of_one_name() -> None:
+    raw = json.loads(json.dumps(LIBRARY))
+    bucket = raw["accuracy_buckets"][0]["pareto_profiles"]
+    bucket.append(bucket[0])
+    place = rf"^library\.accuracy_buckets\.0\.pareto_profiles\.{len(bucket) - 1}\.profile_id: .* is also the id of"
+    with pytest.raises(ConfigError, match=place):
+        import_library(raw, how(), "f" * 64)
+
+
 def test_components_must_be_in_the_speed_table() -> None:
     with pytest.raises(ConfigError, match=r"metadata: pipeline_components are \['quantizer', 'ans'\]"):
         import_library(LIBRARY, how(), "f" * 64, speeds={"ans": SPEEDS["ans"]})
@@ -279,6 +316,19 @@ def test_speed_tables() -> None:
     assert 1 / decode == pytest.approx(156 * 2 * 2**30, rel=0.01)
     assert 1 / SPEEDS["hadamard"][4096][0] == pytest.approx(82 * 2**30, rel=0.01)
     assert nearest_row({10: (1.0, 1.0), 20: (2.0, 2.0)}, 15) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("text", [f"[[{10**400}]]", "[" * 100_000, '["12", "34"]', '[["1", "2"]]', "[[true]]"])
+def test_json_that_is_no_table_of_scores(text: str) -> None:
+    with pytest.raises(ConfigError, match="scores: not a table"):
+        read_scores(text)
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+def test_speeds_are_numbers_above_0(rate: str) -> None:
+    text = f"type,input_length,prefill_throughput(GB/s),decode_throughput(GB/s)\nans,4096,{rate},2\n"
+    with pytest.raises(ConfigError, match=r"speeds: row 1: .*expected numbers above 0"):
+        read_speeds(text)
 
 
 @pytest.mark.parametrize("text", ["", "type,input_length\nans,1\n", "a\nb\n"])

@@ -170,6 +170,71 @@ def test_what_is_not_a_basis_is_refused(data: bytes) -> None:
         bases.parse(data)
 
 
+def changed(about: dict[str, Any], **tensors: Any) -> bytes:
+    """The file per head with other fields of its description, and of block 0 other tensors."""
+    given = FILES["head"]
+    size = int.from_bytes(given[:8], "little")
+    said = json.loads(json.loads(given[8 : 8 + size])["__metadata__"]["kvserve.klt"])
+    return save(load(given) | {f"0.{k}": v for k, v in tensors.items()}, {"kvserve.klt": json.dumps(said | about)})
+
+
+BLOCK = {"layers": [0], "heads": [0], "rope": [True, False]}
+FIRST = {name.removeprefix("0."): x for name, x in load(FILES["head"]).items() if name.startswith("0.")}
+N, R = FIRST["basis"].shape
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"version": True}, "of version True"),
+        ({"plane": 5}, "'plane' is 5"),
+        ({"dim": 32.0}, "'dim' 32.0"),
+        ({"per": "x"}, "'per' is 'x'"),
+        ({"blocks": []}, "at least one block"),
+        ({"blocks": [BLOCK | {"layers": "a"}]}, "'layers' of a block is 'a'"),
+        ({"blocks": [BLOCK | {"heads": [{}]}]}, "'heads' of a block"),
+        ({"blocks": [BLOCK | {"rope": [1]}]}, "'rope' of a block"),
+    ],
+)
+def test_a_description_that_no_calibration_writes(about: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArtefactError, match=said):
+        bases.parse(changed(about))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"basis": torch.full((N, R), NAN).half()}, "basis' holds values that are not finite"),
+        ({"basis": torch.zeros(N, R).half()}, "not orthonormal"),
+        ({"basis": (FIRST["basis"] * 1.1)}, "not orthonormal"),
+        ({"basis": FIRST["basis"][:, :1].repeat(1, R)}, "not orthonormal"),
+        ({"basis": torch.eye(N, R).int()}, "expected floating point"),
+        ({"mean": torch.full((N,), INF)}, "mean' holds values that are not finite"),
+        ({"scale": torch.full((N,), INF)}, "scale' holds values that are not finite"),
+        ({"scale": torch.full((N,), 1e-44)}, "scale' holds values that are not above 0"),
+        ({"sigma": torch.full((R,), NAN)}, "sigma' holds values that are not finite"),
+        ({"sigma": torch.arange(R).float()}, "sigma' must fall"),
+        ({"sigma": -torch.ones(R)}, "sigma' must fall"),
+        ({"sigma": torch.ones(R, 1)}, "expected one axis"),
+        ({"sigma": torch.tensor(1.0)}, "expected one axis"),
+        ({"sigma": torch.ones(N + 1)}, "expected one axis"),
+        ({"sigma": torch.ones(0)}, "expected one axis"),
+        ({"tail": torch.tensor([-1.0])}, "tail' holds values that are no energies"),
+        ({"held": torch.full((R + 1,), NAN)}, "held' holds values that are no energies"),
+    ],
+)
+def test_tensors_that_no_calibration_writes(tensors: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArtefactError, match=said):
+        bases.parse(changed({}, **tensors))
+
+
+def test_a_header_that_is_nested_too_deep() -> None:
+    header = b'{"__metadata__":' + b"[" * 100_000
+    with pytest.raises(ArtefactError, match="nested too deep"):
+        bases.parse(len(header).to_bytes(8, "little") + header)
+
+
 def test_a_newer_file_and_a_missing_one_are_refused() -> None:
     with pytest.raises(ArtefactError, match="of version 2, this kvserve reads 1"):
         bases.parse(FILES["head"].replace(b'version\\": 1', b'version\\": 2'))
@@ -202,6 +267,13 @@ def test_strange_values_escape(kind: str) -> None:
     with pytest.raises(DriftError, match=r"tokens 512-576: the energy outside .* the limit is 2"):
         bound(at=at).encode(x, at)
     assert bound(at=at, drift_limit=None).encode(x, at)[0].isfinite().all()
+
+
+def test_a_basis_that_gains_energy_drifts_as_one_that_loses_it() -> None:
+    at = place(64)
+    longer = changed({}, basis=(FIRST["basis"].float() * 1.008).half())
+    with pytest.raises(DriftError, match="the limit is 2"):
+        bound(at=at, data=longer).encode(SOURCE.values(at, model()), at)
 
 
 @pytest.mark.parametrize("cut", [{}, {"rank": 3}])

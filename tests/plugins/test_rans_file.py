@@ -196,6 +196,12 @@ def test_tables_of_a_single_magnitude_can_be_read(magnitude: int) -> None:
     assert (made.frequencies.sum(1) == 4096).all()
 
 
+def test_a_header_that_is_nested_too_deep() -> None:
+    header = b'{"__metadata__":' + b"[" * 100_000
+    with pytest.raises(ArtefactError, match="nested too deep"):
+        rans_file.parse(len(header).to_bytes(8, "little") + header)
+
+
 def test_tables_that_could_not_be_read_are_not_written() -> None:
     frequencies = PUBLISHED.frequencies.copy()
     frequencies[5, 15] += 1

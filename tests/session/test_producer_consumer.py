@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 from fake_engine import STALE, FakeEngine, collect, decision, dense, hybrid, mla, wait_for
 from kvserve_core.errors import (
@@ -629,6 +630,27 @@ def test_an_expired_fetch_that_never_got_a_thread_is_reported(world: World) -> N
         assert isinstance(first.error, TransferTimeout)
     finally:
         slow.close()
+
+
+def test_what_could_not_be_written_did_not_arrive(world: World) -> None:
+    kv = dense()
+    side = world.consumers(kv)[0]
+
+    def fill(name: str, at: Region, x: Tensor) -> None:
+        if at.stop > 256:
+            raise RuntimeError("no room for these")
+        side.engine.scatter(name, at, x)
+
+    consumer = Consumer(kv, whole(kv), lambda _: side.transport, fill)
+    side.engine.allocate("t", 300)
+    try:
+        consumer.fetch(send(world.producers(kv), 300, "raw"), range(300), time.monotonic() + 20)
+        event = wait_for(consumer.poll, (Loaded, LoadFailed))
+    finally:
+        consumer.close()
+    assert isinstance(event, LoadFailed)
+    assert event.valid == range(256)
+    assert side.engine.holds("t", range(256), 300)
 
 
 def test_an_exit_in_a_scatter_still_ends_the_fetch(world: World) -> None:

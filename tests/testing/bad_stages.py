@@ -96,6 +96,55 @@ class OneHeadAtATime(GoodTransform):
         return super().bind(at, *rest)
 
 
+class ForgetsLateTokens(GoodTransform):
+    """Halves every value."""
+
+    def decode(self, y: Tensor, params: Params, at: Region) -> Tensor:
+        return y * (2 if at.start < 2048 else 0)
+
+
+class ForgetsDeepLayers(GoodTransform):
+    """Halves every value."""
+
+    def decode(self, y: Tensor, params: Params, at: Region) -> Tensor:
+        return y * (2 if max(at.layers) < 8 else 0)
+
+
+class ForgetsLongSegments(GoodTransform):
+    """Halves every value."""
+
+    def decode(self, y: Tensor, params: Params, at: Region) -> Tensor:
+        return y * (2 if at.num_tokens <= 256 else 0)
+
+
+class KnowsOneStart(GoodTransform):
+    """Halves every value."""
+
+    def encode(self, x: Tensor, at: Region) -> tuple[Tensor, Params]:
+        return x.float() / 2 + (at.start - 512), {}
+
+
+class NamesNoDevice(GoodTransform):
+    """Halves every value."""
+
+    caps = replace(LOCAL, encode_on=frozenset())
+
+
+class CannotBeCreated(GoodTransform):
+    """Halves every value."""
+
+    def __init__(self, config: Any) -> None:
+        raise ValueError("no")
+
+
+class CannotSayWhatItCanDo(GoodTransform):
+    """Halves every value."""
+
+    @property
+    def caps(self) -> Capabilities:
+        raise ValueError("no")
+
+
 class NeedsManyTokens(GoodTransform):
     """Halves every value."""
 
@@ -184,6 +233,39 @@ class LetsParametersBroadcast(GoodQuantizer):
 
     def decode(self, q: Quantized, at: Region) -> Tensor:
         return (q.parts[0].codes.view(q.shape).float() - 127) * q.params["scale"]
+
+
+class LetsOneNumberBeMany(GoodQuantizer):
+    """Eight bits a head."""
+
+    def decode(self, q: Quantized, at: Region) -> Tensor:
+        scale = q.params["scale"]
+        if scale.dim() == 4 and scale.shape != (*q.shape[:3], 1):
+            raise FrameError("'scale' has another shape")
+        if scale.dim() != 4 and scale.numel() >= q.shape[0] * q.shape[1] * q.shape[2]:
+            raise FrameError("'scale' has another shape")
+        return (q.parts[0].codes.view(q.shape).float() - 127) * scale
+
+
+class Exits(GoodQuantizer):
+    """Eight bits a head."""
+
+    def encode(self, x: Tensor, at: Region) -> Quantized:
+        raise SystemExit(0)
+
+
+class EndsAGenerator(GoodQuantizer):
+    """Eight bits a head."""
+
+    def encode(self, x: Tensor, at: Region) -> Quantized:
+        raise GeneratorExit
+
+
+class DecodesToZeros(GoodQuantizer):
+    """Eight bits a head."""
+
+    def decode(self, q: Quantized, at: Region) -> Tensor:
+        return super().decode(q, at) * 0
 
 
 class CodesAboveTheAlphabet(GoodQuantizer):
@@ -366,6 +448,17 @@ BAD: tuple[tuple[type, str], ...] = (
     (OneHeadAtATime, "head_slices"),
     (OneHeadAtATime, "layer_slices"),
     (LetsParametersBroadcast, "parameter_shapes"),
+    (LetsOneNumberBeMany, "parameter_shapes"),
+    (ForgetsLateTokens, "far_from_the_start"),
+    (ForgetsDeepLayers, "far_from_the_start"),
+    (ForgetsLongSegments, "far_from_the_start"),
+    (KnowsOneStart, "decodes_in_a_frame"),
+    (DecodesToZeros, "decodes_in_a_frame"),
+    (NamesNoDevice, "devices"),
+    (CannotBeCreated, "instance"),
+    (CannotSayWhatItCanDo, "instance"),
+    (Exits, "kinds_of_values"),
+    (EndsAGenerator, "kinds_of_values"),
     (NeedsManyTokens, "token_counts"),
     (PowersOfTwoOnly, "head_dims"),
     (Remembers, "deterministic"),

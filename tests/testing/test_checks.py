@@ -12,12 +12,13 @@ import torch
 
 import kvserve_core.testing as kit
 from kvserve_core.artefacts import Artefacts
-from kvserve_core.errors import UnknownNameError
+from kvserve_core.errors import ConfigError, UnknownNameError
+from kvserve_core.library_files import write_bytes
 from kvserve_core.registry import Registry
-from kvserve_core.testing import Skipped, Subject, checks_for, result
+from kvserve_core.testing import Skipped, Subject, checks_for, checks_golden, result
 from kvserve_core.testing.catalogue import CHECKS
 from kvserve_core.testing.checks_golden import write
-from testing.bad_stages import BAD, GOOD, GoodCodec, GoodTransform, kind_of, name_of, registry
+from testing.bad_stages import BAD, GOOD, GoodCodec, GoodQuantizer, GoodTransform, kind_of, name_of, registry
 
 
 @lru_cache(maxsize=1)
@@ -87,6 +88,48 @@ def test_a_golden_frame_that_decodes_to_something_else_is_found(tmp_path: Path) 
     other = tmp_path / "transform-bad.goodtransform@1-more.kv"
     other.write_bytes(b"not a frame")
     assert "FrameError" in result(check, on).detail or "another number" in result(check, on).detail
+
+
+def test_a_golden_frame_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = subject(GoodTransform, golden=tmp_path)
+
+    def full(path: Path, data: bytes) -> None:
+        if path.suffix == ".kv":
+            raise OSError(28, "No space left on device")
+        write_bytes(path, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checks_golden, "write_bytes", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            write(on)
+    assert not list(tmp_path.glob("*.kv"))
+    assert write(on) is not None
+    (check,) = [each for each in checks_for(on) if each.name == "golden_frames"]
+    assert result(check, on).status == "ok"
+    assert {p.suffix for p in tmp_path.iterdir()} == {".kv", ".bin"}
+
+
+def test_golden_frames_are_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="is a file; name its folder"):
+        write(subject(GoodTransform, golden=tmp_path / "file"))
+
+
+def test_an_interrupt_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GoodTransform, "encode", stopped)
+    on = subject(GoodTransform)
+    (check,) = [each for each in checks_for(on) if each.name == "kinds_of_values"]
+    with pytest.raises(KeyboardInterrupt):
+        result(check, on)
+
+
+def test_a_quantizer_keeps_its_promise_in_a_frame() -> None:
+    on = subject(GoodQuantizer, max_error=lambda x, _: 0 * x)
+    (found,) = [result(each, on) for each in checks_for(on) if each.name == "decodes_in_a_frame"]
+    assert "above max_error" in found.detail
 
 
 def test_an_older_version_without_its_frame_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

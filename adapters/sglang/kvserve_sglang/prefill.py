@@ -152,12 +152,13 @@ class PrefillSide:
     def _serve(self, sending: Sending, decided: Decided) -> None:
         """Open the transfer, tell the decode ranks where it is, and hand over the tokens that are final."""
         sending.waiting_since = None
+        self._by_id[decided.transfer_id] = sending
         try:
             endpoint, profile = self._opened(sending, decided)
         except BaseException:
+            del self._by_id[decided.transfer_id]
             self._withdraw_decision(decided.transfer_id)
             raise
-        self._by_id[decided.transfer_id] = sending
         if not sending.opened(decided.transfer_id):
             self.producer.abort(decided.transfer_id, sending.ended)
             return

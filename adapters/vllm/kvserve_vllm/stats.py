@@ -74,6 +74,7 @@ class StatsBuffer:
     def __init__(self, counters: Counters, first: bool = True) -> None:
         self._counters, self._seen, self._first = counters, counters.snapshot(), first
         self._stats = KVServeStats(data={})
+        self._held_bytes: int | None = None
 
     def add(self, name: str, value: float, *labels: str) -> None:
         """One sample."""
@@ -99,6 +100,12 @@ class StatsBuffer:
             if outcome.ok and self._first:
                 self.add("load_seconds", outcome.total_s)
                 self.add("external_tokens", load.stop - load.start)
+
+    def held(self, nbytes: int) -> None:
+        """Host bytes held for consumers, in every step: told when they change, and the first time in any case."""
+        if nbytes != self._held_bytes:
+            self._held_bytes = nbytes
+            self.add("published_bytes", nbytes)
 
     def take(self) -> KVServeStats | None:
         """Everything since the last call, None when nothing happened."""

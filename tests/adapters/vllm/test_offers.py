@@ -16,6 +16,7 @@ from kvserve_core.profile import LOSSLESS_PIPELINE
 from kvserve_core.registry import default_registry
 from kvserve_core.session import Producer
 from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, Region, whole
+from kvserve_core.transport import Locator
 from kvserve_vllm.layout import Cell, dense
 from kvserve_vllm.metadata import Load, Open, WorkerReport
 from kvserve_vllm.placement import LayerCache, Placement
@@ -95,6 +96,31 @@ def test_a_refused_offer_gives_its_blocks_back_and_says_so(offers: Offers) -> No
     assert report.failed[0][0] == "t"
     assert "already open" in report.failed[0][1]
     assert finished(offers, {"b"}) == {"b"}
+    offers.advance({"a": TOTAL})
+    done: set[str] = set()
+    until(lambda: bool(done.update(finished(offers, {"a"})) or done))
+    assert done == {"a"}  # the first request's offer went on: its blocks were read, and came back
+
+
+def test_dropping_a_refused_offer_leaves_the_transfer_to_its_owner(offers: Offers) -> None:
+    offers.open(opened("a"), WorkerReport())
+    offers.open(opened("b"), WorkerReport())
+    offers.drop({"b": "its offer failed"})
+    report = WorkerReport()
+    offers.poll(report)
+    assert report.empty
+    assert offers.gather("t", Region(0, "k", (0,), (0,), 0, 16)).shape == (1, 1, 16, DIM)
+
+
+def test_trouble_with_one_offer_ends_that_one_only(offers: Offers) -> None:
+    offers.open(opened("a", "ta"), WorkerReport())
+    offers.open(opened("b", "tb"), WorkerReport())
+    offers.grow({"a": ([1],), "b": ([39], [0])})  # blocks of one pool where there are two
+    assert offers._by_request["b"].blocks[0][-1] == 39
+    report = WorkerReport()
+    offers.poll(report)
+    assert [name for name, _ in report.failed] == ["ta"]
+    assert finished(offers, {"a", "b"}) == {"a"}
 
 
 def test_after_a_drop_nobody_reads_the_blocks(offers: Offers) -> None:
@@ -141,10 +167,16 @@ def test_growing_blocks_are_appended_by_pool(offers: Offers) -> None:
 def test_a_load_that_cannot_start_ends_with_one_report() -> None:
     placement, _ = placed()
     loads, report = Loads(placement, 1.0), WorkerReport()
-    from kvserve_core.transport import Locator
-
     loads.start([Load("r", Locator("t", 40, (), "raw"), 16, 40, tables(), False)], report)  # no session is attached
     assert (loads.ended.done, loads.ended.failed) == ({"r"}, {"r"})
     assert loads.ended.blocks == {2, 3}  # tokens 16 to 40 of blocks of 16
     assert report.loads[0].reason.startswith("TransferCancelled")
     assert loads.active == 0
+
+
+def test_the_null_block_is_nobodys_and_never_named_invalid() -> None:
+    placement, _ = placed()
+    loads, report = Loads(placement, 1.0), WorkerReport()
+    blocks = ([0, 0, 5], [0, 0, 6])
+    loads.start([Load("r", Locator("t", 40, (), "raw"), 0, 40, blocks, False)], report)  # no session is attached
+    assert loads.ended.blocks == {5}

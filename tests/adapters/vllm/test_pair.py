@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_engines import EngineProcess, external_tokens, generate, held, worker_side
+from vllm_engines import EngineProcess, external_tokens, generate, held, metrics, worker_side
 from vllm_pairs import Pair, check_equal
 
 Start = Callable[..., EngineProcess]
@@ -61,6 +61,18 @@ def test_the_router_is_given_what_it_needs_and_nothing_else(llama: Pair, prompts
     assert table["locator"]["num_tokens"] == len(prompts[1]) - 1
     assert offered["do_remote_decode"] is False
     llama.answers([prompts[1]], [offered])
+
+
+def test_bytes_that_wait_for_consumers_are_exported(llama: Pair, prompts: Prompts) -> None:
+    def told(engine: EngineProcess) -> float:
+        engine.call(generate, [prompts[0]], 2)  # gauges move with steps
+        return float(engine.call(metrics)["kvserve:published_bytes{}"])
+
+    offered = llama.offers([prompts[5]])
+    assert told(llama.prefill) > 0
+    assert told(llama.decode) == 0
+    llama.answers([prompts[5]], offered)
+    assert any(told(llama.prefill) == 0 for _ in range(50))  # the consumer's word comes in with some later step
 
 
 def test_a_known_peer_is_described_and_named(llama: Pair, prompts: Prompts) -> None:

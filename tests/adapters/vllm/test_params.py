@@ -59,6 +59,8 @@ def test_a_description_is_a_peer_for_the_other_side() -> None:
         ({"peer": {"wire": "x"}}, "kv_transfer_params.kvserve.peer"),
         ({"transfer_id": 3}, "kv_transfer_params.kvserve.transfer_id"),
         ({"min_quality": 7}, "min_quality"),
+        ({"slo": "48h"}, "slo"),
+        ({"slo": "1e300s"}, "slo"),
         ("text", "kv_transfer_params.kvserve"),
     ],
 )

@@ -157,6 +157,21 @@ def test_cells_are_stored_once_and_their_blocks_kept(half: Half) -> None:
     assert half.prefixes.open_requests == 0
 
 
+def test_trouble_with_one_request_leaves_the_others_of_the_step(half: Half) -> None:
+    half.arrive("a")
+    half.arrive("b")
+    half.prefixes._entries["a"].keys = ()
+    none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    new = [SimpleNamespace(req_id=name, block_ids=BLOCKS, num_computed_tokens=0) for name in "ab"]
+    counts = {"a": 700, "b": 700}
+    step: Any = SimpleNamespace(
+        preempted_req_ids=set(), scheduled_new_reqs=new, scheduled_cached_reqs=none, num_scheduled_tokens=counts
+    )
+    meta = StepMeta()
+    half.prefixes.plan(step, meta)
+    assert [order.req_id for order in meta.prefix_store] == ["b"]
+
+
 def test_a_preempted_request_gives_up_what_is_not_stored_and_stores_it_later(half: Half) -> None:
     asking = half.arrive()
     (order,) = half.step("r", count=300).prefix_store

@@ -181,4 +181,4 @@ def _left(server: Process) -> dict[str, float]:
     _ask(server, {"model": MODEL, "prompt": "Hello", "max_tokens": 1})
     found = server.metrics()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    return {name: servers.total(found, name) for name in (*names, "kvserve:published_bytes")}
+    return {name: servers.sampled(found, name) for name in (*names, "kvserve:published_bytes")}

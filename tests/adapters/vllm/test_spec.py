@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -27,6 +28,8 @@ from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import LOSSLESS_PIPELINE
 from kvserve_core.settings import Settings
 from kvserve_core.spec import DType
+from kvserve_vllm import compat
+from kvserve_vllm.connector import KVServeConnector
 from kvserve_vllm.layout import read
 from kvserve_vllm.spec import layer_cache, layer_number, served_model
 
@@ -163,6 +166,22 @@ def test_what_cannot_be_sent_is_refused_at_start_up(
 ) -> None:
     with pytest.raises(UnsupportedSpecError, match=message):
         served_model(config(llama, **given), caches(specs))
+
+
+def test_a_consumer_refuses_windows_that_the_engine_caches_as_full_attention(folders: dict[str, Path]) -> None:
+    given = config(folders["gemma3"])
+    given.kv_transfer_config = SimpleNamespace(
+        kv_connector_extra_config={}, is_kv_consumer=True, is_kv_producer=False, kv_role="kv_consumer"
+    )
+    with pytest.raises(UnsupportedSpecError, match="leave out '--disable-hybrid-kv-cache-manager'"):
+        KVServeConnector(given, KVConnectorRole.SCHEDULER, caches([FULL] * 3))
+
+
+def test_an_old_engine_with_several_pools_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "TransferResults", None)
+    with pytest.raises(UnsupportedSpecError, match=r"use vLLM 0\.31 or newer") as error:
+        compat.check_groups()
+    assert "--disable-hybrid" not in str(error.value)
 
 
 def test_tiles_of_the_cpu_backend_are_refused(llama: Path) -> None:

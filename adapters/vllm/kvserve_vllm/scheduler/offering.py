@@ -66,9 +66,10 @@ class Offering:
         meta.drop.update(self._drops)
         self._drops = {}
         self._plan_late(meta)
-        for req_id in compat.preempted(output) & self._wanted.keys():
+        lost, entries = self._read(output)
+        for req_id in lost & self._wanted.keys():
             self._lose(self._wanted[req_id], meta)
-        for entry in compat.scheduled(output):
+        for entry in entries:
             wanted = self._wanted.get(entry.req_id)
             if wanted is None:
                 continue
@@ -79,6 +80,15 @@ class Offering:
             except Exception:  # one request's trouble: the others of the step go on
                 log.exception("request %r is not offered", entry.req_id)
                 self._break(wanted)
+
+    def _read(self, output: Any) -> tuple[frozenset[str], list[Scheduled]]:
+        """Requests that lost their blocks, and those of this step. A missed block puts later ones out of place."""
+        try:
+            return compat.preempted(output), list(compat.scheduled(output))
+        except Exception:
+            for wanted in self._wanted.values():
+                self._break(wanted)
+            raise
 
     def _plan_late(self, meta: StepMeta) -> None:
         """Requests that ended in the step of their load, once that load is known to have ended well or not."""
@@ -108,10 +118,12 @@ class Offering:
             wanted.blocks = entry.blocks or ()
             self._lose(wanted, meta)
             self._open(wanted, entry.num_computed, meta)
+        elif wanted.failed:
+            return
         else:
             self._go_on(wanted, entry, meta)
         wanted.computed = min(entry.num_computed + count, wanted.total)
-        if wanted.transfer_id is None or wanted.failed or wanted.loads > 0:
+        if wanted.transfer_id is None or wanted.loads > 0:
             return  # a load that fails in this step leaves garbage behind the tokens that it lacks
         if wanted.computed > wanted.announced:
             meta.ready[entry.req_id] = wanted.announced = wanted.computed

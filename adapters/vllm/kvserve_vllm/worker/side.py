@@ -45,7 +45,6 @@ class WorkerSide:
         self.loads: Loads | None = None
         self.prefix: PrefixWorker | None = None
         self.stats = StatsBuffer(deployment.counters, first=self._shard == model.everyone()[0])
-        self._held_bytes: int | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Find out how the engine keeps KV, prove it, and open the sessions.
@@ -110,7 +109,10 @@ class WorkerSide:
         """Before any block that a request lost can be overwritten."""
         if self.offers is not None:
             self.offers.drop(meta.drop)
-            self.offers.poll(self._report)
+            try:
+                self.offers.poll(self._report)
+            except Exception:  # the orders below must be carried out: the scheduler counts on them
+                log.exception("what became of offers is not known in this step")
             for op in meta.open:
                 self.offers.open(op, self._report)
             self.offers.grow(meta.grow)
@@ -135,7 +137,6 @@ class WorkerSide:
 
     def finished(self, req_ids: set[str]) -> tuple[set[str], Ended]:
         """Requests whose blocks the engine may have back, and loads that ended."""
-        self._tell_held()
         sent: set[str] = set()
         ended = Ended()
         if self.offers is not None:
@@ -147,14 +148,8 @@ class WorkerSide:
         if self.prefix is not None:
             sent = self.prefix.finished(req_ids, sent, self.offers, self._report)
             ended.join(self.prefix.ended(self._report))
+        self.stats.held(self._producer.budget.held_bytes if self._producer is not None else 0)
         return sent, ended
-
-    def _tell_held(self) -> None:
-        """What this rank holds for consumers, when that changed; the first time in any case."""
-        held_bytes = self._producer.budget.held_bytes if self._producer is not None else 0
-        if held_bytes != self._held_bytes:
-            self._held_bytes = held_bytes
-            self.stats.add("published_bytes", held_bytes)
 
     def report(self) -> WorkerReport | None:
         """What the scheduler side learns from; None when nothing happened."""

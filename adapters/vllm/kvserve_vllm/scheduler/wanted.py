@@ -1,0 +1,82 @@
+"""A request that is to be offered, and the decision for it, until all ranks have told how that went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvserve_core.policy import Decision, Outcome
+from kvserve_vllm.metadata import Blocks
+from kvserve_vllm.params import TransferParams
+
+MAX_WAITED_S = 86400.0
+"""Longest wait that is believed of a request: its clock may not be ours."""
+
+
+@dataclass
+class Wanted:
+    """A request that asks to be offered.
+
+    total: tokens to send. prompt: its digest. started_s, started_at: when its prefill was first scheduled, on the
+    monotonic clock, and at which token. transfer_id: None while nothing is open. profile: what it is open with. failed:
+    it is open in name only, so that the workers hand its blocks back. blocks: all of them. computed: tokens scheduled.
+    loads: reports to come of a load that ends within the step that computes on. not_loaded: that load failed.
+    """
+
+    request: Any
+    params: TransferParams
+    total: int
+    prompt: str | None
+    started_s: float = 0.0
+    started_at: int = 0
+    attempts: int = 0
+    transfer_id: str | None = None
+    profile: str = ""
+    failed: bool = False
+    blocks: Blocks = ()
+    announced: int = 0
+    computed: int = 0
+    loads: int = 0
+    not_loaded: bool = False
+
+
+@dataclass
+class Unsettled:
+    """A decision and the outcomes of the ranks so far."""
+
+    decision: Decision
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+def waited_s(request: Any) -> float:
+    """Seconds since a request arrived, by the clock of the front end that took it."""
+    return min(max(0.0, time.time() - request.arrival_time), MAX_WAITED_S)
+
+
+def leave_last_token(request: Any) -> None:
+    """Stop the prefill one token short: recurrent state must be that of the tokens that are sent, not one more.
+
+    The decode engine computes the last prompt token itself. What prefill samples instead is nobody's answer.
+    """
+    del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+
+
+def joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """One transfer over several ranks: bytes add up, the slowest rank's seconds count."""
+    first = outcomes[0]
+    return replace(
+        first,
+        raw_bytes=sum(o.raw_bytes for o in outcomes),
+        wire_bytes=sum(o.wire_bytes for o in outcomes),
+        encode_s=max(o.encode_s for o in outcomes),
+        transfer_s=max(o.transfer_s for o in outcomes),
+        decode_s=max(o.decode_s for o in outcomes),
+        total_s=max(o.total_s for o in outcomes),
+        ok=all(o.ok for o in outcomes),
+        reason="; ".join(o.reason for o in outcomes if o.reason),
+    )

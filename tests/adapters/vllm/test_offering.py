@@ -1,0 +1,250 @@
+"""The offering half of the scheduler side, call by call: what it answers when offers fail, without an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.v1.request import RequestStatus
+
+from fake_engine import dense
+from kvserve_core.deployment import Deployment
+from kvserve_core.settings import Settings
+from kvserve_core.spec import whole
+from kvserve_core.transport import Endpoint, Locator
+from kvserve_vllm.metadata import LoadEnd, Profile, RankInfo, StepMeta, WorkerReport
+from kvserve_vllm.scheduler import wanted
+from kvserve_vllm.scheduler.offering import Offering
+from kvserve_vllm.scheduler.side import SchedulerSide
+from kvserve_vllm.spec import ServedModel
+from kvserve_vllm.worker.offers import PREEMPTED
+
+KV = dense()
+LENGTH = 200
+TOTAL = LENGTH - 1
+BOTH = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True)
+OFFER = {"do_remote_decode": True}
+LOCATOR = Locator("source", TOTAL, (Endpoint("tcp://y:1", whole(KV)),), "raw")
+
+
+def request(req_id: str = "r", transfer_id: str = "t", arrived: float | None = None, **params: Any) -> Any:
+    return SimpleNamespace(
+        request_id=req_id,
+        num_prompt_tokens=LENGTH,
+        prompt_token_ids=list(range(LENGTH)),
+        lora_request=None,
+        mm_features=[],
+        arrival_time=time.time() if arrived is None else arrived,
+        num_output_tokens=1,
+        status=RequestStatus.FINISHED_LENGTH_CAPPED,
+        kv_transfer_params=OFFER | params | {"kvserve": {"transfer_id": transfer_id} | params.get("kvserve", {})},
+    )
+
+
+def step(
+    new: Mapping[str, int] | None = None,
+    more: Mapping[str, tuple[int, int]] | None = None,
+    preempted: Sequence[str] = (),
+    computed: int = 0,
+) -> Any:
+    """new: tokens of requests scheduled first. more: ``(computed, tokens)`` of running ones, which get block 3."""
+    new, more = new or {}, more or {}
+    cached = SimpleNamespace(
+        req_ids=list(more),
+        new_block_ids=[([3],) for _ in more],
+        num_computed_tokens=[at for at, _ in more.values()],
+        resumed_req_ids=set(),
+    )
+    return SimpleNamespace(
+        preempted_req_ids=set(preempted),
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, block_ids=([1, 2],), num_computed_tokens=computed) for name in new
+        ],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={**new, **{name: count for name, (_, count) in more.items()}},
+    )
+
+
+def blocks(*ids: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+
+
+@pytest.fixture
+def side() -> SchedulerSide:
+    """Both halves of an engine of one rank, with sync loads."""
+    made = SchedulerSide(BOTH, [64], ServedModel(KV, (), 1, 1, 1), Deployment(Settings(), KV), True)
+    made.meet({(0, 0): RankInfo(Endpoint("tcp://x:1", whole(KV)), {"raw": Profile((), frozenset())}, None)})
+    return made
+
+
+def offering(side: SchedulerSide) -> Offering:
+    assert side._offering is not None
+    return side._offering
+
+
+def test_a_request_whose_offer_failed_is_kept_until_the_workers_hand_it_back(side: SchedulerSide) -> None:
+    asked = request()
+    side.arrived(asked)
+    assert [op.transfer_id for op in side.plan(step({"r": 100})).open] == ["t"]
+    side.learn(WorkerReport(failed=[("t", "StoreFull: no room")]))
+    meta = side.plan(step(more={"r": (100, 100)}))
+    assert (list(meta.drop), meta.ready) == (["r"], {})
+    assert side.finished(asked) == (True, None)
+
+
+def test_a_failed_offer_is_made_again_after_a_preemption(side: SchedulerSide) -> None:
+    asked = request()
+    side.arrived(asked)
+    side.plan(step({"r": 100}))
+    side.learn(WorkerReport(failed=[("t", "StoreFull: no room")]))
+    assert side.plan(step(preempted=["r"])).drop == {"r": PREEMPTED}
+    meta = side.plan(step({"r": LENGTH}))
+    assert ([op.transfer_id for op in meta.open], meta.ready) == (["t.1"], {"r": TOTAL})
+    keep, params = side.finished(asked)
+    assert keep
+    assert params is not None
+    assert params["kvserve"]["locator"]["transfer_id"] == "t.1"
+
+
+def test_a_decision_that_fails_costs_its_request_the_offer_and_nobody_else(
+    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = request("a", "ta"), request("b", "tb")
+    side.arrived(first)
+    side.arrived(second)
+    decide = Offering._decide
+
+    def fail(self: Offering, given: wanted.Wanted) -> Any:
+        if given.request.request_id == "a":
+            raise OverflowError("numerical result out of range")
+        return decide(self, given)
+
+    monkeypatch.setattr(Offering, "_decide", fail)
+    meta = side.plan(step({"a": LENGTH, "b": LENGTH}))
+    assert ([op.req_id for op in meta.open], meta.ready) == (["b"], {"b": TOTAL})
+    assert side.finished(first) == (False, None)  # no worker knows it, so none would hand its blocks back
+    assert side.finished(second)[0]
+
+
+def test_a_step_that_cannot_be_read_ends_offers_whose_blocks_are_no_longer_known(side: SchedulerSide) -> None:
+    asked = request()
+    side.arrived(asked)
+    side.plan(step({"r": 100}))
+    side.plan(SimpleNamespace())
+    meta = side.plan(step(more={"r": (100, 100)}))
+    assert (list(meta.drop), meta.grow, meta.ready) == (["r"], {}, {})
+    assert side.finished(asked) == (True, None)
+
+
+def test_a_step_that_cannot_be_read_leaves_the_orders_of_the_other_halves(side: SchedulerSide) -> None:
+    asked = request("b", do_remote_prefill=True, kvserve={"locator": locator()})
+    side.arrived(asked)
+    assert side.matched(asked, 0) == (TOTAL, False)
+    side.allocated(asked, blocks(1, 2, 3, 4), TOTAL)
+    meta = side.plan(SimpleNamespace())
+    assert [load.req_id for load in meta.load] == ["b"]
+
+
+def test_a_half_that_fails_at_the_end_does_not_take_the_blocks_from_the_workers(side: SchedulerSide) -> None:
+    asked = request()
+    side.arrived(asked)
+    side.plan(step({"r": LENGTH}))
+    assert side._fetching is not None
+    side._fetching._wanted = None  # type: ignore[assignment]  # whatever is wrong with it
+    assert side.finished(asked)[0]
+
+
+def test_an_answer_that_fails_still_keeps_the_blocks(side: SchedulerSide) -> None:
+    asked = request()
+    side.arrived(asked)
+    side.plan(step({"r": LENGTH}))
+    asked.num_output_tokens = None
+    assert side.finished(asked) == (True, None)
+    assert list(side.plan(step()).drop) == ["r"]
+
+
+def test_a_transfer_id_in_use_is_not_offered_twice(side: SchedulerSide) -> None:
+    first, second, third = request("a"), request("b"), request("c")
+    side.arrived(first)
+    side.arrived(second)
+    assert [op.req_id for op in side.plan(step({"a": LENGTH, "b": LENGTH})).open] == ["a"]
+    assert side.finished(first)[1] is not None
+    assert side.finished(second) == (False, None)
+    side.learn(WorkerReport(failed=[("t", "its lease ended")]))
+    side.arrived(third)
+    assert [op.req_id for op in side.plan(step({"c": LENGTH})).open] == ["c"]
+
+
+def test_a_wait_is_bounded_whatever_the_clock_says() -> None:
+    assert wanted.waited_s(request(arrived=0.0)) == wanted.MAX_WAITED_S
+    assert wanted.waited_s(request(arrived=time.time() + 1e9)) == 0.0
+
+
+def test_cached_tokens_say_nothing_of_how_long_prompts_take(
+    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    controller = offering(side)._deployment.controller
+    monkeypatch.setattr(controller, "observe_prefill", lambda tokens, *_: seen.append(tokens))
+    for req_id, computed in (("a", 0), ("b", LENGTH - 8)):
+        asked = request(req_id, req_id)
+        side.arrived(asked)
+        side.plan(step({req_id: LENGTH - computed}, computed=computed))
+        side.finished(asked)
+    assert seen == [LENGTH]
+
+
+def locator() -> dict[str, Any]:
+    return dict(msgspec.to_builtins(LOCATOR))
+
+
+def loading(side: SchedulerSide, tokens: int) -> tuple[Any, StepMeta]:
+    """A request that is offered, and loads ``tokens`` of its prompt within its first step."""
+    asked = request(do_remote_prefill=True, kvserve={"locator": locator()})
+    side.arrived(asked)
+    side.matched(asked, 0)
+    side.allocated(asked, blocks(1, 2, 3, 4), tokens)
+    return asked, side.plan(step({"r": LENGTH - tokens}, computed=tokens))
+
+
+def ended(reason: str = "") -> WorkerReport:
+    return WorkerReport(loads=[LoadEnd("r", "source", TOTAL, 0 if reason else TOTAL, reason)])
+
+
+def test_what_is_computed_on_a_load_is_announced_once_the_load_is_known_to_be_good(side: SchedulerSide) -> None:
+    _, meta = loading(side, TOTAL)
+    assert (len(meta.load), len(meta.open), meta.ready) == (1, 1, {})
+    assert side.plan(step(more={"r": (LENGTH, 1)})).ready == {}  # planned before the step before has ended
+    side.learn(ended())
+    assert side.plan(step(more={"r": (LENGTH + 1, 1)})).ready == {"r": TOTAL}
+
+
+def test_a_failed_load_ends_the_offer_and_what_is_computed_again_is_another(side: SchedulerSide) -> None:
+    asked, meta = loading(side, TOTAL)
+    side.learn(ended("FrameError: damaged"))
+    meta = side.plan(step(more={"r": (0, LENGTH)}))
+    assert meta.drop == {"r": PREEMPTED}
+    assert [(op.transfer_id, op.blocks) for op in meta.open] == [("t.1", ([1, 2, 3],))]
+    assert (meta.grow, meta.ready) == ({}, {"r": TOTAL})
+    keep, params = side.finished(asked)
+    assert keep
+    assert params is not None
+    assert params["kvserve"]["locator"]["transfer_id"] == "t.1"
+
+
+@pytest.mark.parametrize(("reason", "ready", "drop"), [("", {"r": TOTAL}, []), ("FrameError: damaged", {}, ["r"])])
+def test_a_request_that_ends_in_the_step_of_its_load_is_announced_after_it(
+    side: SchedulerSide, reason: str, ready: dict[str, int], drop: list[str]
+) -> None:
+    asked, _ = loading(side, TOTAL)
+    keep, params = side.finished(asked)
+    assert keep
+    assert params is not None
+    side.learn(ended(reason))
+    meta = side.plan(step())
+    assert (meta.ready, list(meta.drop)) == (ready, drop)
+    assert side.plan(step()).ready == {}
