@@ -174,7 +174,7 @@ class Projection(Fusion):
         """A bool a segment: all its codes fit, and all its bases saw what they were made for."""
         fine = ok.bool()
         if self._limit is not None:
-            outside = (energy[0] - energy[1] * self._step**2) / jobs.table[:, 2]
+            outside = (energy[0] - energy[1] * self._step**2).abs() / jobs.table[:, 2]
             fine &= outside <= jobs.drift * self._limit
         good = torch.ones(segments, dtype=torch.uint8, device=self._device)
         return good.scatter_reduce_(0, jobs.segment, fine.to(torch.uint8), "amin").bool()
