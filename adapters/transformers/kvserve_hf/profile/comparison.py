@@ -122,21 +122,23 @@ class _Counted:
 def choices(rows: Mapping[str, Row], profiles: Sequence[str], floor: float) -> dict[str, dict[str, Cell]]:
     """The rows ``unified`` and ``aware`` from those of a library's profiles.
 
-    A profile keeps the floor where its lower bound does. Where none does, ``default`` is taken, which loses nothing.
+    A profile keeps the floor where its lower bound does. Where even ``default`` cannot show that, for the sample is too
+    small, the measured quality decides instead. Where no profile keeps it, ``default`` is taken, which loses nothing.
     """
     workloads = list(next(iter(rows.values())))
-    everywhere = [p for p in profiles if all(rows[p][w].quality.low >= floor for w in workloads)]
+    kept = {w: [p for p in profiles if _keeps(rows, p, w, floor)] for w in workloads}
+    everywhere = [p for p in profiles if all(p in kept[w] for w in workloads)]
     unified = max(everywhere, key=lambda p: min(rows[p][w].cr for w in workloads), default=DEFAULT)
-    aware = {w: _best(rows, profiles, w, floor) for w in workloads}
+    aware = {w: max(kept[w], key=lambda p: rows[p][w].cr, default=DEFAULT) for w in workloads}
     return {
         UNIFIED: {w: _named(rows, unified, w) for w in workloads},
         AWARE: {w: _named(rows, aware[w], w) for w in workloads},
     }
 
 
-def _best(rows: Mapping[str, Row], profiles: Sequence[str], workload: str, floor: float) -> str:
-    kept = [p for p in profiles if rows[p][workload].quality.low >= floor]
-    return max(kept, key=lambda p: rows[p][workload].cr, default=DEFAULT)
+def _keeps(rows: Mapping[str, Row], profile: str, workload: str, floor: float) -> bool:
+    quality = rows[profile][workload].quality
+    return (quality.low if rows[DEFAULT][workload].quality.low >= floor else quality.mean) >= floor
 
 
 def _named(rows: Mapping[str, Row], profile: str, workload: str) -> Cell:

@@ -48,6 +48,12 @@ def test_where_nothing_keeps_the_floor_nothing_is_compressed() -> None:
     assert {c.profile for row in found.values() for c in row.values()} == {DEFAULT}
 
 
+def test_where_a_sample_is_too_small_to_show_the_floor_the_measured_quality_decides() -> None:
+    few = {w: Cell(Interval(1.0, 0.7, 1.0), 1.0, 8) for w in ("prose", "code")}
+    found = choices(ROWS | {DEFAULT: few}, ["fine", "prose", "coarse"], 0.98)
+    assert {w: c.profile for w, c in found[AWARE].items()} == {"prose": "prose", "code": "fine"}
+
+
 def test_real_rows_over_two_workloads() -> None:
     engine = load(setup().model)
     spec = ComponentSpec(name="continuation", configuration={"prompt_tokens": 60, "continuation_tokens": 20})

@@ -25,7 +25,7 @@ def test_a_finer_pipeline_is_better_and_larger() -> None:
     assert (coarse.samples, coarse.key) == (4, uniform(4, layer_block=3).key)
     assert coarse.seconds > 0
     assert coarse.metrics[CPU_S][0] > 0
-    assert coarse.encode.s_per_byte > 0
+    assert coarse.encode.seconds(1e6) > 0  # fixed cost or slope: which of the two depends on the noise of timings
     assert coarse.metrics["continuation.samples@code"] == (2, 2, 2)
     asked.close()
     assert asked.engine.held == ("profile",)
