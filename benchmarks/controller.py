@@ -110,6 +110,7 @@ BARS: dict[str, Callable[[], dict[str, Result]]] = {
     "decision": lambda: over_a_loop("analytic"),
     "bandit_fig16": lambda: fig16("bandit"),
     "bandit_regret": lambda: regret("bandit"),
+    "bandit_totals": lambda: {"regret where reports hold totals only": online.totals_only()},
     "bandit_b3": lambda: {"B3 with the bandit": bandit.b3()},
     "bandit_tries": lambda: {"requests late because bandit tried something": bandit.exploration()},
     "bandit_decision": lambda: over_a_loop("bandit"),
@@ -117,7 +118,8 @@ BARS: dict[str, Callable[[], dict[str, Result]]] = {
     "bandit_in_loop": lambda: in_loop("bandit"),
     "million": million,
 }
-"""``in_loop``, ``decision``, ``state`` and ``million`` measure time, so tests leave them out."""
+"""Tests run those that neither measure time (``in_loop``, ``decision``, ``million``, and those of the bandit) nor play
+a million requests (``bandit_state``); of the bandit's replays they run a short ``bandit_tries``, and B3 by itself."""
 
 
 def report(only: str) -> dict[str, Any]:
@@ -141,6 +143,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="", help=f"a part of one of: {', '.join(BARS)}")
     options = parser.parse_args()
+    if not any(options.only in key for key in BARS):
+        parser.error(f"--only {options.only!r} is a part of none of: {', '.join(BARS)}")
     found = report(options.only)
     print(json.dumps(found, indent=2) if options.json else _text(found))
     return 0 if found["ok"] else 1

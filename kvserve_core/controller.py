@@ -39,7 +39,10 @@ _log = logging.getLogger(__name__)
 
 
 class Controller:
-    """One per scheduler. ``choose`` waits for no lock and costs microseconds; both methods are thread-safe.
+    """One per scheduler. ``choose`` and ``observe`` are thread-safe and cost microseconds.
+
+    ``choose`` takes a lock for a kind of request that it has not seen, and to count a failure of the policy; what the
+    policy locks is its own matter. ``observe`` takes the controller's and that of the links, each for a moment.
 
     Nothing that a policy or a peer does gets out of them: a policy that fails gives way to ``raw`` and is counted in
     ``policy_failures``; a report that cannot be true is dropped and counted in ``refused_outcomes``.
@@ -81,7 +84,7 @@ class Controller:
         self.refused_outcomes = 0
         self.links = BandwidthEstimator(prior_bandwidth, priors=priors, clock=clock)
         self.model = ModelTime()
-        self._form = Form(check_chunk(chunk_bytes))
+        self.form = Form(check_chunk(chunk_bytes))
         self._priced = {p.name: Priced(p) for p in known_profiles(library, self_test)}
         self._check_names(policy.wants, "policy.configuration.profile")
         self._check_names(allow_unprofiled, "allow_unprofiled")
@@ -126,7 +129,7 @@ class Controller:
         if bandwidth is None:
             bandwidth = self.links.estimate(context.link, context.active, now)
         items = menu.near(nbytes if nbytes > 0 else 1, bandwidth, now)
-        candidates = price(items, nbytes, bandwidth, model_s, self._form)
+        candidates = price(items, nbytes, bandwidth, model_s, self.form)
         chosen, reason = self._ask(context, candidates)
         if slo_s is not None and chosen.latency_s > slo_s:
             reason = _late(reason, candidates[0].latency_s > slo_s)
@@ -167,7 +170,7 @@ class Controller:
         context = decision.context
         quality = self._filter.quality(priced.profile, context.workload) or 0.0
         at = bandwidth or decision.bandwidth
-        return price([(priced, quality)], context.nbytes, at, context.model_s, self._form)[0]
+        return price([(priced, quality)], context.nbytes, at, context.model_s, self.form)[0]
 
     def decide_load(self, tokens: int, context: ServiceContext, profile: str | None = None) -> LoadDecision:
         """Whether to load a cached prefix of ``tokens`` (``context.nbytes`` bytes) or to compute it anew.
@@ -191,7 +194,7 @@ class Controller:
             fixed_s += fixed_encode_s
         else:
             encode_s = 0.0
-        load_s = self._form.seconds(encode_s, wire / load.bandwidth, decode_s, context.nbytes)
+        load_s = self.form.seconds(encode_s, wire / load.bandwidth, decode_s, context.nbytes)
         return weigh(tokens, load, load_s, fixed_s, self.model.prefill_s_per_token)
 
     def observe_prefill(self, tokens: int, seconds: float, queue_s: float = 0.0) -> None:
@@ -246,8 +249,8 @@ class Controller:
             return outcome
         context = decision.context
         bandwidth = context.bandwidth or self.links.estimate(outcome.link, context.active)
-        expected_s = priced.expected(outcome, context.nbytes, bandwidth, self._form)
-        return outcome.judged(spent(outcome, self._form), expected_s)
+        expected_s = priced.expected(outcome, context.nbytes, bandwidth, self.form)
+        return outcome.judged(spent(outcome, self.form), expected_s)
 
     def _fade(self, now: float) -> None:
         if self._lock.acquire(blocking=False):  # else another thread is at it, or learns: the next decision will see
@@ -266,7 +269,7 @@ class Controller:
             rejected += [(name, reason)] if reason else []
             quality = self._filter.quality(priced.profile, request.workload) or 0.0
             items.append(None if reason else (priced, quality))
-        menu = Menu(self._costs, items, rejected, (RAW, *self.policy.wants), self._form)
+        menu = Menu(self._costs, items, rejected, (RAW, *self.policy.wants), self.form)
         with self._lock:
             while len(self._menus) >= MAX_MENUS:
                 del self._menus[next(iter(self._menus))]

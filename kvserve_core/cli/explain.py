@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from operator import itemgetter
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from kvserve_core.cli.explain_curves import Curve, curve, pays_below, stretches
 from kvserve_core.cli.explain_plot import draw
 from kvserve_core.cli.output import AsJson, print_json, print_table
 from kvserve_core.component import ComponentSpec
 from kvserve_core.controller import Controller
 from kvserve_core.errors import ConfigError
 from kvserve_core.json_text import parsed
-from kvserve_core.latency import Line, lower_envelope, threshold
 from kvserve_core.library import ProfileLibrary
 from kvserve_core.policy import Decision, ServiceContext
 from kvserve_core.pricing import Priced
@@ -68,8 +69,9 @@ def report(control: Controller, decision: Decision) -> dict[str, Any]:
     """The decision as plain data: every profile with its figures, or with what it is left out by."""
     residuals = control.policy.residuals(decision)
     context = decision.context
-    raw, *_ = feasible = control.feasible(context)
-    figures = [_figures(control, decision, priced, raw) for priced in feasible]
+    feasible = control.feasible(context)
+    curves = [curve(priced, context.nbytes, control.form) for priced in feasible]  # of raw first
+    figures = [_figures(control, decision, p, pays_below(c, curves[0])) for p, c in zip(feasible, curves, strict=True)]
     for each in figures:
         each["residual_s"] = residuals.get(each["profile"])
     asked = {name: getattr(context, name) for name in ("nbytes", "workload", "slo_s", "model_s")}
@@ -79,13 +81,12 @@ def report(control: Controller, decision: Decision) -> dict[str, Any]:
         "request": asked | {"bandwidth": decision.bandwidth, "min_quality": control.min_quality},
         "candidates": sorted(figures, key=itemgetter("latency_s")),
         "rejected": [{"profile": name, "reason": reason} for name, reason in decision.rejected],
-        "envelope": _envelope(control, decision),
+        "envelope": _envelope([p.profile.name for p in feasible], curves),
     }
 
 
-def _figures(control: Controller, decision: Decision, priced: Priced, raw: Priced) -> dict[str, Any]:
-    name, nbytes, slo_s = priced.profile.name, decision.context.nbytes, decision.context.slo_s
-    estimate, limit = control.estimate(priced, decision), threshold(priced.line(nbytes), raw.line(nbytes))
+def _figures(control: Controller, decision: Decision, priced: Priced, limit: float) -> dict[str, Any]:
+    name, slo_s, estimate = priced.profile.name, decision.context.slo_s, control.estimate(priced, decision)
     return {
         "profile": name,
         "chosen": name == decision.profile,
@@ -98,14 +99,9 @@ def _figures(control: Controller, decision: Decision, priced: Priced, raw: Price
     }
 
 
-def _envelope(control: Controller, decision: Decision) -> list[dict[str, Any]]:
-    """Stages one after another: which profile is fastest from which bandwidth down, highest first."""
-    lines: dict[str, Line] = {
-        p.profile.name: p.line(decision.context.nbytes) for p in control.feasible(decision.context)
-    }
-    names, made = list(lines), lower_envelope(list(lines.values()))
-    tops = (None, *(1.0 / x for x in made.breaks))
-    return [{"profile": names[i], "below": top} for i, top in zip(made.order, tops, strict=True)]
+def _envelope(names: Sequence[str], curves: Sequence[Curve]) -> list[dict[str, Any]]:
+    """Which profile is fastest from which bandwidth down, highest first."""
+    return [{"profile": names[i], "below": top} for i, top in stretches(curves)]
 
 
 def _spec(text: str) -> ComponentSpec:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from kvserve_core.cli.explain_curves import curve, pays_below
 from kvserve_core.controller import Controller
 from kvserve_core.errors import ConfigError
-from kvserve_core.latency import threshold
 from kvserve_core.policy import Decision
 from kvserve_core.simulate.plot import pyplot
 
@@ -53,8 +53,9 @@ def _lines(axes: Any, control: Controller, decision: Decision) -> None:
 
 def _marks(axes: Any, control: Controller, decision: Decision) -> None:
     raw, *others = control.feasible(decision.context)
+    nbytes, form = decision.context.nbytes, control.form
     for priced in others:
-        limit = threshold(priced.line(decision.context.nbytes), raw.line(decision.context.nbytes)) / GBPS
+        limit = pays_below(curve(priced, nbytes, form), curve(raw, nbytes, form)) / GBPS
         if LOW <= limit <= HIGH:
             latency_s = control.estimate(priced, decision, limit * GBPS).latency_s
             axes.plot([limit], [1e3 * latency_s], marker="|", markersize=14, color="grey")

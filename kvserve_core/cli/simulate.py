@@ -27,7 +27,9 @@ def simulate(
     scenario: Annotated[Path | None, typer.Option(help="TOML with links, tenants, speeds and engine.")] = None,
     trace: Annotated[Path | None, typer.Option(help="CSV of bandwidth over time, instead of the scenario's.")] = None,
     arrivals: Annotated[Path | None, typer.Option(help="CSV of arrivals, instead of the scenario's.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Requests per seed.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests per seed. [10000, or all arrivals of the file]")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second, Poisson.")] = None,
     workload: Annotated[str | None, typer.Option(help="Workload of every tenant.")] = None,
     slo: Annotated[str | None, typer.Option(help="Latency budget of every tenant, for example 500ms.")] = None,
@@ -58,7 +60,7 @@ def simulate(
     if as_json:
         print_json(found)
     else:
-        print_table(f"{made.requests} requests, {seeds} seeds", COLUMNS, rows(found))
+        print_table(f"{found['requests']} requests, {seeds} seeds", COLUMNS, rows(found))
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -67,18 +69,25 @@ def _given(**options: Any) -> dict[str, Any]:
 
 def _follow(given: dict[str, Any], trace: Path) -> None:
     """Put every link of the scenario on a trace; without links, make one and a tenant for each in the file."""
-    if given.get("links"):
-        given["links"] = [{**link, "trace": trace} for link in given["links"]]
+    if "links" in given:
+        given["links"] = _merged(given["links"], {"trace": trace})
         return
     names = list(read_traces(_text(trace), str(trace)))
     given["links"] = [{"name": name, "trace": trace} for name in names]
-    if not given.get("tenants"):
+    if "tenants" not in given:
         given["tenants"] = [{"name": name, "link": name} for name in names]
 
 
 def _every_tenant(given: dict[str, Any], fields: dict[str, Any]) -> None:
     if fields:
-        given["tenants"] = [{**tenant, **fields} for tenant in given.get("tenants") or [{}]]
+        given["tenants"] = _merged(given.get("tenants", [{}]), fields)
+
+
+def _merged(tables: Any, fields: dict[str, Any]) -> Any:
+    """``fields`` in every table. What is no list of tables stays as it is, for the scenario to refuse."""
+    if not isinstance(tables, list):
+        return tables
+    return [{**table, **fields} if isinstance(table, dict) else table for table in tables]
 
 
 def _policies(texts: list[str]) -> dict[str, ComponentSpec]:

@@ -23,6 +23,8 @@ from kvserve_core.simulate.scenario import Engine, Scenario, Tokens
 from kvserve_core.simulate.trace import Floats
 
 Ints = NDArray[np.int64]
+REQUESTS = 10_000
+"""That are drawn where a scenario does not say how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def lognormal(rng: Generator, sigma: float, count: int) -> Floats:
 def _traffic(scenario: Scenario, rng: Generator) -> tuple[Floats, Ints, Ints, Ints]:
     if scenario.arrivals is not None:
         return _read(scenario.arrivals, scenario)
-    count = scenario.requests
+    count = scenario.requests or REQUESTS
     shares = np.array([t.share for t in scenario.tenants])
     tenant = rng.choice(len(shares), count, p=shares / shares.sum())
     gaps = np.full(count, scenario.every) if scenario.every else rng.exponential(1.0 / scenario.rate, count)
@@ -110,7 +112,7 @@ def _starts(arrival: Floats, prefill_s: Floats, engine: Engine) -> Floats | Sequ
 
 
 def _read(path: Path, scenario: Scenario) -> tuple[Floats, Ints, Ints, Ints]:
-    """A CSV of arrivals, at most ``scenario.requests`` of them, sorted by time."""
+    """A CSV of arrivals, sorted by time: all of them, or the first ``scenario.requests``."""
     names = {t.name: i for i, t in enumerate(scenario.tenants)}
     rows = []
     try:

@@ -100,7 +100,10 @@ def _next_end(link: AnyLink) -> float:
 class _Stage:
     """What happens at each event. ``waiting`` holds (time, i) for requests that join, (time, ~i) for reports."""
 
-    __slots__ = ("clock", "controller", "decisions", "links", "overheads", "reasons", "run", "tenants", "waiting")
+    __slots__ = (
+        *("clock", "controller", "decisions", "links", "overheads", "per_token_s", "reasons", "run"),
+        *("tenants", "waiting"),
+    )
 
     def __init__(self, run: Run, controller: Controller, clock: Clock) -> None:
         self.run = run
@@ -110,9 +113,9 @@ class _Stage:
         self.links = [SharedLink(t) if m.shared else PrivateLink(t) for m, t in zip(made, run.traces, strict=True)]
         self.overheads = [link.overhead for link in made]
         places = {link.name: i for i, link in enumerate(made)}
-        per_token = run.scenario.engine.decode_per_token
+        self.per_token_s = run.scenario.engine.decode_per_token
         self.tenants = [
-            (t.workload, t.slo, per_token if t.slo_kind == "jct" else 0.0, t.min_quality, t.link, places[t.link])
+            (t.workload, t.slo, t.slo_kind == "jct", t.min_quality, t.link, places[t.link])
             for t in run.scenario.tenants
         ]
         self.waiting: list[tuple[float, int]] = []
@@ -123,10 +126,12 @@ class _Stage:
         """Choose a profile with what a scheduler knows, and find out what encoding will really take."""
         run = self.run
         requests, truth = run.requests, run.truth
-        workload, slo, per_token, floor, link, _ = self.tenants[requests.tenant[i]]
-        if slo is not None:  # what is left of it: the wait is over, and the tokens after the first are to come
-            spent = (now - requests.arrival[i]) + per_token * (requests.output_tokens[i] - 1)
-            slo = max(0.0, slo - spent)
+        workload, slo, to_the_last, floor, link, _ = self.tenants[requests.tenant[i]]
+        if (
+            slo is not None
+        ):  # what is left of it: the wait is over, and tokens are to come; the first is in the TTFT too
+            tokens = requests.output_tokens[i] if to_the_last else 1
+            slo = max(0.0, slo - (now - requests.arrival[i]) - self.per_token_s * tokens)
         nbytes = requests.nbytes[i]
         self.clock.now = now
         context = ServiceContext(

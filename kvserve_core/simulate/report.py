@@ -15,9 +15,9 @@ SCALARS = ("slo_met", "sent", "regret", "regret_kv", "wall_s", "cpu_s")
 
 
 def report(scenario: Scenario, done: Mapping[str, Summaries], seeds: Sequence[int]) -> dict[str, Any]:
-    """Plain data for ``--json``."""
+    """Plain data for ``--json``. ``requests``: those that were played, of each seed."""
     return {
-        "requests": scenario.requests,
+        "requests": next(iter(done.values()))[0]["requests"],
         "seeds": list(seeds),
         "scenario": scenario.model_dump(mode="json"),
         "policies": [{"policy": name, **_over(summaries)} for name, summaries in done.items()],

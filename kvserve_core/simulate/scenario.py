@@ -59,8 +59,8 @@ class Tenant(_Model):
 class Speeds(_Model):
     """How true costs differ from the library's, per profile and separately for encoding and decoding.
 
-    A cost is multiplied by ``bias`` (log-normal, drawn once a seed), by ``1 + drift sin(t / drift_period + phase)``,
-    and by ``noise`` (log-normal, drawn for every request). ``ratio_noise`` does the same to the bytes sent.
+    A cost is multiplied by ``bias`` (log-normal, drawn once a seed), by ``1 + drift sin(2 pi t / drift_period +
+    phase)``, and by ``noise`` (log-normal, drawn for every request). ``ratio_noise`` does the same to the bytes sent.
     """
 
     bias: float = Field(0.0, ge=0)
@@ -85,9 +85,10 @@ class Scenario(_Model):
     """A whole world. ``rate``: requests per second, Poisson; ``every``: evenly spaced instead.
 
     arrivals: a CSV instead of both (``time_s``, ``tokens``, and if wanted ``output_tokens`` and ``tenant``).
+    requests: how many, and of a CSV at most so many; None: 10,000, and all of a CSV.
     """
 
-    requests: int = Field(10_000, ge=1)
+    requests: int | None = Field(None, ge=1)
     rate: Positive = 8.0
     every: Duration | None = Field(None, gt=0)
     arrivals: Path | None = None
@@ -132,8 +133,9 @@ def read_scenario(path: Path) -> dict[str, Any]:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot be read as TOML: {error}", str(path)) from error
-    links = given.get("links", [])
-    for table, key in [(given, "arrivals"), *((x, "trace") for x in links if isinstance(x, dict))]:
+    links = given.get("links")
+    tables = [x for x in links if isinstance(x, dict)] if isinstance(links, list) else []  # the rest is refused later
+    for table, key in [(given, "arrivals"), *((x, "trace") for x in tables)]:
         if isinstance(table.get(key), str):
             table[key] = str(path.parent / table[key])
     return given

@@ -22,6 +22,7 @@ def summarise(run: Run, hindsight: Hindsight) -> dict[str, Any]:
     ttft, jct = latencies(run)
     used = np.bincount(np.asarray(run.profile), minlength=len(names)) / len(requests)
     return {
+        "requests": len(requests),
         "ttft_s": distribution(ttft),
         "jct_s": distribution(jct),
         "kv_s": distribution(np.asarray(run.encode_s) + np.asarray(run.transfer_s) + np.asarray(run.decode_s)),

@@ -8,6 +8,7 @@ the profile that is fastest there.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from kvserve_core.units import Duration
 from kvserve_plugins.policies import _bandit_file
 from kvserve_plugins.policies._arms import LEAST, UNKNOWN, Bucket, Memory, Place
 
+_log = logging.getLogger(__name__)
 WHOLE = 0.9
 """Share of V from which a fetch says what the whole costs."""
 FASTEST = Choice(0, "fastest")
@@ -35,7 +37,7 @@ FALL = 8.0
 class Bandit(Policy):
     """Eq. 1 plus learned residuals, with rare and SLO-safe tries of the envelope's neighbours.
 
-    Thread-safe; ``choose`` takes a lock only in a place it has not seen.
+    Thread-safe; ``choose`` takes the lock only in a place that is new or was not brought up to date for some seconds.
     """
 
     class Config(ComponentConfig):
@@ -78,6 +80,7 @@ class Bandit(Policy):
         self._most = config.epsilon
         self._lock = threading.Lock()
         self._saved_s: float | None = None
+        self._said = False
 
     def start(self, clock: Callable[[], float]) -> None:
         """Read what a former run knew, dated by this clock."""
@@ -147,12 +150,13 @@ class Bandit(Policy):
 
     def residuals(self, decision: Decision) -> dict[str, float]:
         """Of the candidates that were tried in this place."""
-        place = self.memory.places.get(_bucket(decision))
-        if place is None:
-            return {}
         now, nbytes = self.clock(), decision.context.nbytes
-        arms = place.arms
-        return {name: arm.residual(nbytes, arm.kept(place.outcomes, now)) for name, arm in arms.items()}
+        with self._lock:
+            place = self.memory.places.get(_bucket(decision))
+            if place is None:
+                return {}
+            tried = {c.profile: arm for c in decision.candidates if (arm := place.arms.get(c.profile)) is not None}
+            return {name: arm.residual(nbytes, arm.kept(place.outcomes, now)) for name, arm in tried.items()}
 
     def save(self, path: Path) -> None:
         """Write what is known; a reader sees the old file or the new one.
@@ -170,7 +174,17 @@ class Bandit(Policy):
             if due or self._saved_s is None:
                 self._saved_s = now
         if due:
+            self._save_or_say(path)
+
+    def _save_or_say(self, path: Path) -> None:
+        """What was learned is kept in memory all the same, and the next save may succeed."""
+        try:
             self.save(path)
+        except OSError as error:
+            with self._lock:
+                new, self._said = not self._said, True
+            if new:
+                _log.warning("the bandit cannot save its state to %s, and goes on without: %s (said once)", path, error)
 
     def _epsilon(self, place: Place) -> float:
         config = self.config

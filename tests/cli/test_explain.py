@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from controller_cases import FREE_RAW, GBPS, library, profile
@@ -62,6 +64,31 @@ def test_a_lower_floor_lets_more_in(path: str, kvserve: KVServe) -> None:
 def test_stages_may_overlap(path: str, kvserve: KVServe) -> None:
     whole, chunked = (kvserve(*ASKED, "--library", path, *more, "--json").json for more in ((), ("--chunk", "1MiB")))
     assert chunked["candidates"][0]["latency_s"] < whole["candidates"][0]["latency_s"]
+
+
+def latency_at(found: dict[str, Any], name: str) -> float:
+    return float(next(c["latency_s"] for c in found["candidates"] if c["profile"] == name))
+
+
+def at_bandwidth(path: str, kvserve: KVServe, bytes_per_s: float) -> dict[str, Any]:
+    arguments = ("explain", "--bytes", "56MiB", "--bandwidth", f"{bytes_per_s * 8:.6f}bps", "--library", path)
+    return dict(kvserve(*arguments, "--chunk", "8MiB", "--json").json)
+
+
+def test_overlapped_stages_pay_where_the_overlapped_times_cross(path: str, kvserve: KVServe) -> None:
+    """Theorem 6.1 is about stages in turn; in overlap a profile pays at higher bandwidths, and this says at which."""
+    found = kvserve(*ASKED, "--library", path, "--chunk", "8MiB", "--json").json
+    limits = {c["profile"]: c["pays_below"] for c in found["candidates"]}
+    assert limits["slow9"] > 1.2 * (1 - 1 / 8.62) * 6e9
+    for name in ("slow9", "fast5", "never"):
+        below, above = (at_bandwidth(path, kvserve, limits[name] * factor) for factor in (0.99, 1.01))
+        assert latency_at(below, name) < latency_at(below, "raw")
+        assert latency_at(above, name) > latency_at(above, "raw")
+    tops = [e["below"] for e in found["envelope"][1:]]
+    assert tops == sorted(tops, reverse=True)
+    for (over, under), top in zip(pairwise(e["profile"] for e in found["envelope"]), tops, strict=True):
+        assert at_bandwidth(path, kvserve, top * 1.01)["candidates"][0]["profile"] == over
+        assert at_bandwidth(path, kvserve, top * 0.99)["candidates"][0]["profile"] == under
 
 
 def test_a_bandit_shows_what_it_has_learned(path: str, tmp_path: Path, kvserve: KVServe) -> None:
@@ -156,6 +183,14 @@ def test_the_picture_holds_lines_envelope_thresholds_slo_and_choice(axes: Axes, 
     limit, latency_ms = axes.marks[-2]
     raw_ms = 1e3 * 56 * 2**20 / (limit * GBPS)
     assert latency_ms == pytest.approx(raw_ms), "where it crosses raw"
+
+
+def test_the_ticks_of_overlapped_stages_are_where_they_cross_raw(axes: Axes, path: str, kvserve: KVServe) -> None:
+    assert kvserve(*ASKED, "--library", path, "--chunk", "8MiB", "--plot", "o.png").code == 0
+    rates, raw_ms = axes.drawn["raw"]
+    assert len(axes.marks) >= 3
+    for limit, latency_ms in axes.marks:
+        assert latency_ms == pytest.approx(float(np.interp(limit, rates, raw_ms)), rel=0.01)
 
 
 def test_a_picture_that_cannot_be_written_is_said(axes: Axes, kvserve: KVServe) -> None:

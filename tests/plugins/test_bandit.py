@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -544,7 +545,11 @@ def test_a_state_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: py
     for _ in range(3):
         policy.clock.now += 2.0  # type: ignore[attr-defined]  # the test's clock
         control.observe(decision, in_all(decision))
-    assert control.policy_failures == 2
+    assert control.policy_failures == 0
+    assert policy.memory.places
+    (said,) = [r.message for r in caplog.records if "state.json" in r.message and "cannot save" in r.message]
+    assert "goes on without" in said
+    assert "has not learned" not in caplog.text
     assert control.choose(example(25)).candidates
 
 
@@ -555,6 +560,49 @@ def test_a_state_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: py
 def test_a_configuration_that_cannot_be_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Bandit.Config(**bad)
+
+
+def test_residuals_are_of_the_candidates_alone() -> None:
+    policy, offered = bandit(**QUIET), candidates(0.1, 0.12, 0.3)
+    for index in range(3):
+        made = decided(offered, index)
+        policy.observe(made, report(made, 2.0))
+    assert set(policy.residuals(decided(offered, 0))) == {"p0", "p1", "raw"}
+    fewer = offered[:1] + offered[2:]
+    assert set(policy.residuals(decided(fewer, 0))) == {"p0", "raw"}
+
+
+def test_residuals_are_read_while_new_arms_come() -> None:
+    policy = bandit(max_arms=65536)
+    shown = decided(candidates(0.1, 0.2), 0)
+    names = tuple(f"n{i}" for i in range(3000))
+    first, done = shown.candidates[0], threading.Event()
+
+    def learn() -> None:
+        try:
+            for name in names:
+                offered = (first, structs.replace(first, profile=name))
+                made = decided(offered, 1)
+                policy.observe(made, report(made, 1.0))
+        finally:
+            done.set()
+
+    def read() -> int:
+        reads = 0
+        while not done.is_set():
+            assert set(policy.residuals(shown)) <= {"p0", "raw"}
+            reads += 1
+        return reads
+
+    old = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            learned, *readers = pool.submit(learn), pool.submit(read), pool.submit(read)
+            learned.result()
+            assert all(r.result() for r in readers)
+    finally:
+        sys.setswitchinterval(old)
 
 
 def test_many_threads_choose_while_others_observe() -> None:

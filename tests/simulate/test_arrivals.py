@@ -83,6 +83,17 @@ def test_arrivals_from_a_file(tmp_path: Path) -> None:
     assert found.output_tokens.tolist() == [5, 3]
 
 
+def test_all_of_a_file_is_played_unless_a_number_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("time_s,tokens\n" + "".join(f"{i},5\n" for i in range(10_001)))
+    assert len(drawn(requests=None, arrivals=path)) == 10_001
+    assert len(drawn(requests=7, arrivals=path)) == 7
+
+
+def test_without_a_file_or_a_number_there_are_ten_thousand() -> None:
+    assert len(drawn(requests=None)) == 10_000
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -70,6 +70,44 @@ def test_a_scenario_with_options_on_top(tmp_path: Path, capsys: pytest.CaptureFi
     assert (scenario["tenants"][0]["name"], scenario["tenants"][0]["slo"]) == ("chat", 2.0)
 
 
+def test_the_requests_that_are_reported_are_those_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("time_s,tokens\n0,100\n1,200\n2,300\n")
+    options = ["--arrivals", str(path), "--seeds", "2", "--workers", "1"]
+    assert run(capsys, *options)[1].startswith("3 requests, 2 seeds")
+    assert json.loads(run(capsys, *options, "--json")[1])["requests"] == 3
+    assert run(capsys, *options, "--requests", "2")[1].startswith("2 requests")
+    assert run(capsys, *options, "--requests", "9")[1].startswith("3 requests")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("links = 3", r"scenario\.links"),
+        ("links = [3]", r"scenario\.links"),
+        ('links = "wan"', r"scenario\.links"),
+        ("[links]\nname = 'wan'", r"scenario\.links"),
+        ("tenants = 3", r"scenario\.tenants"),
+        ("tenants = [3]", r"scenario\.tenants"),
+        ("tenants = []", r"scenario\.tenants"),
+        ("engine = 3", r"scenario\.engine"),
+        ("arrivals = 3", r"scenario\.arrivals"),
+    ],
+)
+@pytest.mark.parametrize("on_top", [(), ("--slo", "1s", "--trace", "TRACE")])
+def test_a_malformed_scenario_is_one_line(
+    text: str, message: str, on_top: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "s.toml").write_text(text)
+    (tmp_path / "t.csv").write_text("time_s,bandwidth\n0,8Gbps\n")
+    options = [str(tmp_path / "t.csv") if each == "TRACE" else each for each in on_top]
+    code, out, err = run(capsys, *FAST, "--scenario", str(tmp_path / "s.toml"), *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message, err)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

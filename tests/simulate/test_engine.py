@@ -85,7 +85,7 @@ def test_the_context_holds_no_bandwidth_and_the_budget_that_is_left() -> None:
     for (_, context), wait, model_s in zip(watched.asked, waited, run.requests.model_s, strict=True):
         assert context.bandwidth is None
         assert (context.workload, context.min_quality) == ("w", 0.3)
-        assert context.slo_s == pytest.approx(max(0.0, 2.0 - wait))
+        assert context.slo_s == pytest.approx(max(0.0, 2.0 - 0.02 - wait))  # the first token is in the TTFT
         assert context.model_s == model_s  # expected, not what the noise will make of it
     assert run.requests.model_s != run.requests.prefill_s
 
@@ -93,14 +93,28 @@ def test_the_context_holds_no_bandwidth_and_the_budget_that_is_left() -> None:
 def test_a_jct_budget_leaves_room_for_the_tokens() -> None:
     tenants = [{"slo": "5s", "slo_kind": "jct", "output_tokens": 101}]
     _, watched = played("raw", requests=3, tenants=tenants)
-    assert [c.slo_s for _, c in watched.asked] == pytest.approx([3.0] * 3)
+    assert [c.slo_s for _, c in watched.asked] == pytest.approx([5.0 - 101 * 0.02] * 3)
+
+
+@pytest.mark.parametrize(("kind", "slo"), [("ttft", "700ms"), ("jct", "2700ms")])
+def test_what_the_controller_expects_to_be_late_is_late(kind: str, slo: str) -> None:
+    """Nothing is noisy, and the prior is right: a decision and the figures of the run must agree on every request."""
+    engine = {**EXACT["engine"], "decode_per_token": 0.2}
+    links = [{"bandwidth": "8Gbps", "shared": False, "overhead": 0}]
+    tenant = {"slo": slo, "slo_kind": kind, "output_tokens": 11, "tokens": {"median": 5000, "sigma": 0.8}}
+    run, _ = played("raw", requests=400, engine=engine, links=links, tenants=[tenant], prior_bandwidth="8Gbps")
+    ttft, jct = latencies(run)
+    late = (ttft if kind == "ttft" else jct) > run.scenario.tenants[0].slo
+    expected = ["SLO" in run.reasons[i] for i in run.reason]
+    assert 40 < late.sum() < 360
+    assert late.tolist() == expected
 
 
 def test_a_budget_that_is_spent_is_nothing_left_and_no_error() -> None:
     engine = {"prefill_workers": 1}
     run, watched = played("raw", requests=30, rate=30, engine=engine, tenants=[{"slo": "100ms"}])
     left = [context.slo_s for _, context in watched.asked]
-    assert left[0] == 0.1
+    assert left[0] == pytest.approx(0.08)
     assert left[-1] == 0.0
     assert "no profile meets the SLO" in run.reasons[run.reason[-1]]
 

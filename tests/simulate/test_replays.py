@@ -30,6 +30,18 @@ def test_the_bar_holds(bar: str, controller: ModuleType) -> None:
     json.dumps({name: each.value for name, each in found.items()})
 
 
+def test_a_bar_that_does_not_exist_is_an_error(
+    controller: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["controller.py", "--only", "typo"])
+    with pytest.raises(SystemExit) as caught:
+        controller.main()
+    shown = capsys.readouterr()
+    assert (caught.value.code, shown.out) == (2, "")
+    assert "'typo' is a part of none of: b3, envelopes" in shown.err
+    assert all(name in shown.err for name in controller.BARS)
+
+
 def test_the_stored_intervals_are_worse_as_computed_by_hand(controller: ModuleType) -> None:
     (found,) = controller.BARS["intervals"]().values()
     assert found.detail["beaten, best is no candidate"] == (9, 6)
@@ -74,6 +86,13 @@ def test_a_try_makes_nobody_late(controller: ModuleType) -> None:
     assert (found.value, found.ok) == (0, True)
     assert found.detail["tries"] > 100
     assert found.detail["late requests"] > 1000
+
+
+def test_the_bandit_pays_where_reports_hold_totals_only(controller: ModuleType) -> None:
+    found = controller.online.totals_only()
+    assert found.ok
+    assert 0 < found.value["bandit"] < 0.7 * found.value["analytic"]
+    assert found.detail["worst seed"]["bandit"] < 0.5 * found.detail["worst seed"]["analytic"]
 
 
 def test_a_fit_that_would_change_places_is_held_in_order(controller: ModuleType) -> None:
