@@ -21,6 +21,8 @@ SURPRISE = 0.5
 """Relative error from which an outcome is unlike those before: what it teaches is then as doubtful as a first one."""
 FORGOTTEN = 1e-3
 """Share of a residual that is none."""
+MOST, LONGEST_S = 2.0**53, 366 * 86400.0
+"""Counts and seconds beyond these are in no state that was saved."""
 LEAST = -0.5
 """No residual takes away more than this share of an estimate."""
 
@@ -181,8 +183,9 @@ class Memory:
             return
         for bucket in [b for b, p in self.places.items() if now - p.used_s > self._ttl_s]:
             self._arms -= len(self.places.pop(bucket).arms)
-        while (len(self) > self._max_arms or len(self.places) > self._max_arms) and len(self.places) > 1:
-            oldest = min(self.places, key=lambda b: self.places[b].used_s)
+        for oldest in sorted(self.places, key=lambda b: self.places[b].used_s)[:-1]:
+            if len(self) <= self._max_arms and len(self.places) <= self._max_arms:
+                return
             self._arms -= len(self.places.pop(oldest).arms)
 
     def dump(self, now: float) -> list[dict[str, Any]]:
@@ -210,11 +213,10 @@ class Memory:
         places: dict[Bucket, Place] = {}
         for each in dumped:
             workload, floor, interval = each["bucket"]
-            outcomes = int(each["outcomes"])
-            arms = {str(n): _arm(a, now, outcomes) for n, a in each["arms"].items()}
-            places[str(workload), None if floor is None else float(floor), str(interval)] = Place(
-                arms, outcomes, int(each["decisions"]), now - float(each["age_s"])
-            )
+            outcomes, decisions = (_within(each[name], MOST) for name in ("outcomes", "decisions"))
+            arms = {str(n): _arm(a, now, int(outcomes)) for n, a in each["arms"].items()}
+            place = Place(arms, int(outcomes), int(decisions), now - _within(each["age_s"], LONGEST_S))
+            places[str(workload), None if floor is None else _within(floor, 1.0), str(interval)] = place
         self.places = places
         self._arms = sum(len(p.arms) for p in places.values())
         self.trim(now)
@@ -223,10 +225,21 @@ class Memory:
         return self._arms
 
 
+def _within(value: Any, most: float) -> float:
+    """A figure of a stored state, none of which is negative."""
+    number = float(value)
+    if not 0 <= number <= most:  # false for NaN too
+        raise ValueError(f"{number} is not from 0 to {most}")
+    return number
+
+
 def _arm(given: dict[str, Any], now: float, outcomes: int) -> Arm:
     numbers = {name: float(value) for name, value in given.items()}
     if not all(abs(value) < 1e30 for value in numbers.values()):  # false for NaN too
         raise ValueError("a figure is out of range")
+    for name in ("count", "nbytes", "squares", "seen", "deviation", "at", "recent"):
+        _within(numbers[name], MOST if name == "at" else 1e30)
+    _within(numbers["until_s"], LONGEST_S)
     arm = Arm()
     for name, value in numbers.items():
         if name not in Arm.__slots__:

@@ -22,6 +22,7 @@ def write(path: Path, dumped: list[dict[str, Any]]) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    path = _regular(path)
     data = json.dumps({"version": VERSION, "places": dumped}).encode()
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -38,6 +39,7 @@ def write(path: Path, dumped: list[dict[str, Any]]) -> None:
 def load(path: Path, memory: Memory, now: float) -> bool:
     """Fill ``memory``; a file that is not there, of another version or damaged is a cold start, and is said."""
     try:
+        path = _regular(path)
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES} bytes")
         found = json.loads(path.read_bytes())
@@ -50,3 +52,15 @@ def load(path: Path, memory: Memory, now: float) -> bool:
         _log.warning("the bandit starts without %s: %s: %s", path, type(error).__name__, error)
         return False
     return True
+
+
+def _regular(path: Path) -> Path:
+    """The file itself, links followed.
+
+    Raises:
+        OSError: it is there and is something else, such as a device, which must be neither read nor replaced.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(f"{str(path)!r} is no regular file; name another one in 'state'")
+    return path
