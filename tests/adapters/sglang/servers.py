@@ -151,6 +151,8 @@ def start_router(prefill: Server, decode: Server, logs: Path) -> Server:
     command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", "127.0.0.1"]
     command += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]
     command += ["--port", str(port), "--prometheus-port", str(free_port()), "--policy", "round_robin"]
+    # A server on few cores may answer a health check late: it is busy, not gone.
+    command += ["--health-check-timeout-secs", "60", "--health-failure-threshold", "20", "--disable-circuit-breaker"]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     return Server(port, process, log)
