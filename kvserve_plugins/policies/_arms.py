@@ -238,7 +238,7 @@ def _arm(given: dict[str, Any], now: float, outcomes: int) -> Arm:
     if not all(abs(value) < 1e30 for value in numbers.values()):  # false for NaN too
         raise ValueError("a figure is out of range")
     for name in ("count", "nbytes", "squares", "seen", "deviation", "at", "recent"):
-        _within(numbers[name], MOST if name == "at" else 1e30)
+        _within(numbers.get(name, 0.0), MOST if name == "at" else 1e30)
     _within(numbers["until_s"], LONGEST_S)
     arm = Arm()
     for name, value in numbers.items():

@@ -71,6 +71,7 @@ class Link:
 
         Raises:
             PeerLost: the connection broke or was refused. TransportError: the message cannot be sent as it is.
+            TransferCancelled: it was closed from another thread.
         """
         try:
             data = msg.encode(request)
@@ -83,6 +84,10 @@ class Link:
         except zmq.Again:
             stuck = PeerLost(f"{self.peer} takes no more messages; it is stuck or gone{self._hint()}")
             raise self._lost() or stuck from None
+        except zmq.ZMQError as error:
+            if error.errno != zmq.ENOTSOCK:
+                raise
+            raise TransferCancelled(f"the connection to {self.peer} was closed here") from None
 
     def ready(self) -> list[zmq.Frame] | None:
         """The next message if it is here already."""

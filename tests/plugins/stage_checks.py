@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -90,10 +91,10 @@ def check_deterministic(make: Callable[[], Transform | Quantizer]) -> None:
 
 
 def check_config(stage: Stage) -> None:
-    run(subject(lambda: stage), "configuration", "format_versions")
+    run(subject(lambda: copy.copy(stage)), "configuration", "format_versions")
     with pytest.raises(ValueError, match="frozen"):
         stage.config.no_such_field = 1
 
 
 def check_codec(codec: Codec) -> None:
-    run(subject(lambda: codec))
+    run(subject(lambda: copy.copy(codec)))

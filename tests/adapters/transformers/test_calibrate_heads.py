@@ -17,6 +17,7 @@ from kvserve_core.spec import DType, KVSpec, RopeSpec, whole
 from kvserve_hf.calibrate import heads
 from kvserve_hf.calibrate.heads import calibrate_heads, logits_by_distance, looking_back, text_scores
 from kvserve_hf.calibrate.request import Request
+from kvserve_hf.calibrate.work import require_finite
 from kvserve_hf.engine import Engine
 from kvserve_hf.texts import LoadedText, PinnedText
 from tiny_models import VOCAB, make
@@ -146,3 +147,19 @@ def test_no_texts_are_refused(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no texts to calibrate on"):
         calibrate_heads(request(engine, tmp_path, 0))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_finite_is_not_written() -> None:
+    require_finite({"scores": torch.ones(2)})
+    with pytest.raises(ArtefactError, match="'scores' came out as NaN"):
+        require_finite({"scores": torch.tensor([1.0, float("nan")])})
+
+
+def test_a_result_that_cannot_be_written_keeps_the_work(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "heads.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        calibrate_heads(request(engine, tmp_path, 2))
+    assert list((tmp_path / "work").iterdir())
+    (tmp_path / "heads.json").rmdir()
+    calibrate_heads(request(engine, tmp_path, 2))
+    assert not (tmp_path / "work").exists()

@@ -16,10 +16,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvserve_hf.calibrate.blocks import Block
-from kvserve_hf.calibrate.work import write_whole
+from kvserve_hf.calibrate.work import require_finite, write_whole
 
 KEY = "kvserve.klt"
 VERSION = 1
+
+OPEN = (".tail", ".held")
+"""Energies that weights alone do not tell."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,11 @@ def components(s: Statistics, unit_: float, cutoff: float, rank: int | None) -> 
 
 
 def write(path: Path, plane: str, per: str, found: Sequence[Components], about: Mapping[str, Any]) -> int:
-    """Write the file, whole or not at all; returns its bytes. ``about``: provenance."""
+    """Write the file, whole or not at all; returns its bytes. ``about``: provenance.
+
+    Raises:
+        ArtefactError: a figure is not finite.
+    """
     tensors: dict[str, Tensor] = {}
     for i, c in enumerate(found):
         tensors[f"{i}.basis"] = c.columns.to(torch.float16).contiguous()
@@ -88,6 +95,7 @@ def write(path: Path, plane: str, per: str, found: Sequence[Components], about: 
         for name, x in (("mean", c.mean), ("scale", c.scale), ("sigma", c.sigma), ("held", c.held)):
             if x is not None:
                 tensors[f"{i}.{name}"] = x.float().contiguous()
+    require_finite({name: x for name, x in tensors.items() if not name.endswith(OPEN)})
     blocks = [{"layers": c.block.layers, "heads": c.block.heads, "rope": c.block.rope} for c in found]
     head = {"version": VERSION, "plane": plane, "dim": found[0].block.plane.dim, "per": per, "blocks": blocks}
     # One key only: safetensors writes several in an order of its own, and equal runs would give other hashes.

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvserve_core.errors import UnsupportedSpecError
 from kvserve_core.spec import KVSpec, RopeSpec
 from kvserve_hf.calibrate.request import Request
-from kvserve_hf.calibrate.work import Work, write_whole
+from kvserve_hf.calibrate.work import Work, require_finite, write_whole
 
 TEXT_TOKENS = 2048
 SPAN = 1024
@@ -41,10 +41,11 @@ def calibrate_heads(request: Request) -> dict[str, Any]:
         request.progress(text.pin.name, i, len(request.texts))
         if i >= table.done:
             table.add(text_scores(engine.model, engine.spec, engine.tokenize(text.text)[:TEXT_TOKENS]))
-    scores = table.finish()
+    scores = table.mean()
     provenance = request.provenance("calibrate heads") | {"tokens": TEXT_TOKENS, "span": SPAN}
     data = (json.dumps({"scores": scores, "provenance": provenance}) + "\n").encode()
     write_whole(request.out, data)
+    table.remove()
     digest, (low, high) = blake3(data).hexdigest(), (min(map(min, scores)), max(map(max, scores)))
     shape = {"layers": len(scores), "heads": len(scores[0])}
     return {"file": str(request.out), "blake3": digest, **shape, "lowest": low, "highest": high}
@@ -64,10 +65,18 @@ class _Table:
         self.done, self._total = self.done + 1, self._total + scores
         self._work.keep("heads", {"total": self._total}, {"done": self.done})
 
-    def finish(self) -> list[list[float]]:
-        """The mean, to 6 digits; the saved sum is no longer needed."""
-        self._work.remove()
+    def mean(self) -> list[list[float]]:
+        """The mean, to 6 digits.
+
+        Raises:
+            ArtefactError: it is not finite.
+        """
+        require_finite({"scores": self._total})
         return [[round(x, 6) for x in row] for row in (self._total / self.done).tolist()]
+
+    def remove(self) -> None:
+        """The result is written: the saved sum is no longer needed."""
+        self._work.remove()
 
 
 def text_scores(model: Any, spec: KVSpec, ids: list[int]) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -79,3 +80,17 @@ def write_whole(path: Path, data: bytes) -> None:
     beside = path.with_name(path.name + ".new")
     beside.write_bytes(data)
     beside.replace(path)
+
+
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse to write what no engine could use.
+
+    Raises:
+        ArtefactError: a tensor holds NaN or Inf; the message names it.
+    """
+    for name, x in tensors.items():
+        if not torch.isfinite(x).all():
+            raise ArtefactError(
+                f"{name!r} came out as NaN or Inf, so nothing is written: the model's weights may hold such values, or"
+                " 'sink_tokens' leaves no token to learn from"
+            )
