@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 import decision
 from replays import bandit, choices, online, published
-from replays.bars import Result
+from replays.bars import Result, check_only, shown
 from replays.reference import WORKLOAD, in_true_units
 
 from kvserve_core.component import ComponentSpec
@@ -143,19 +142,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="", help=f"a part of one of: {', '.join(BARS)}")
     options = parser.parse_args()
-    if not any(options.only in key for key in BARS):
-        parser.error(f"--only {options.only!r} is a part of none of: {', '.join(BARS)}")
+    check_only(parser, options.only, BARS)
     found = report(options.only)
-    print(json.dumps(found, indent=2) if options.json else _text(found))
-    return 0 if found["ok"] else 1
-
-
-def _text(found: dict[str, Any]) -> str:
-    rows = [
-        f"{'ok  ' if bar['ok'] else 'FAIL'} {name}: {bar['value']} (bar {bar['bar']})"
-        for name, bar in found["bars"].items()
-    ]
-    return "\n".join([*rows, f"ok {found['ok']}"])
+    return shown(found, options.json)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,11 @@ def packed(tokens: int) -> dict[str, Any]:
     sizes = [x.numel() for _, x in batch]
     pieces = out.split(sizes)
     jobs = plan.table.on(CUDA, [x.data_ptr() for x in pieces], [p.at.start for p, _ in batch])
-    kernel = lambda: fusion._launch("decode", plan, placed[0], jobs, codes, grids, ok, tokens)  # noqa: E731
+    kernel = partial(fusion._launch, "decode", plan, placed[0], jobs, codes, grids, ok, tokens)
     kernel()
     error = relative(out[: sizes[0]], batch[0][1].reshape(-1))
     source = plan.table.on(CUDA, [x.data_ptr() for _, x in batch], [p.at.start for p, _ in batch])
-    run = lambda: fusion._launch("encode", plan, placed[0], source, codes, grids, ok, tokens)  # noqa: E731
+    run = partial(fusion._launch, "encode", plan, placed[0], source, codes, grids, ok, tokens)
     return {
         "original_bytes": size_of(batch),
         "encode_gbs": device_gbs(size_of(batch), run, 15), "decode_gbs": device_gbs(size_of(batch), kernel, 15),
@@ -135,7 +136,7 @@ def paged(tokens: int, derope: bool) -> dict[str, Any]:
     ]
     before = cache[3, :, :, :, :DIM].clone()
     staged = Staged(fusion)
-    decode = lambda: staged.decode_pages(given, heads, pages)  # noqa: E731
+    decode = partial(staged.decode_pages, given, heads, pages)
     decode()
     nbytes = cache.numel()
     return {

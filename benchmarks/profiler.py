@@ -8,7 +8,6 @@ Ablations run on a quarter of the seeds.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 from profiler_tables.replay import NEVER, OURS, ablations, distribution, pareto_ids, side_by_side
 from profiler_tables.tables import FLOOR, Table, measured, smoke
-from replays.bars import Result
+from replays.bars import Result, check_only, shown
 
 SMOKE_BAR, MEASURED_BAR = 12, 15
 PARETO = [82, 90, 96, 106, 113, 131]
@@ -99,17 +98,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--only", default="", help=f"a part of one of: {', '.join(BARS)}, ablations")
     options = parser.parse_args()
+    check_only(parser, options.only, [*BARS, "ablations"])
     found = report(options.only, options.seeds)
-    print(json.dumps(found, indent=2) if options.json else _text(found))
-    return 0 if found["ok"] else 1
-
-
-def _text(found: dict[str, Any]) -> str:
-    rows = [
-        f"{'ok  ' if bar['ok'] else 'FAIL'} {name}: {bar['value']} (bar {bar['bar']})"
-        for name, bar in found["bars"].items()
-    ]
-    return "\n".join([*rows, f"ok {found['ok']}"])
+    return shown(found, options.json)
 
 
 if __name__ == "__main__":

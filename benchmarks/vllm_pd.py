@@ -30,10 +30,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # after this folder: both have a vllm_pairs
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from vllm_pairs.clients import OUTPUT_TOKENS, PROMPT_TOKENS, Clients, Timed, prompts
-from vllm_pairs.tpot import measure_tpot
+from vllm_serving.clients import OUTPUT_TOKENS, PROMPT_TOKENS, Clients, Timed, prompts
+from vllm_serving.tpot import measure_tpot
 
 import vllm_servers as servers
 from kvserve_core.library import Profile, ProfileLibrary

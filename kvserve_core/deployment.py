@@ -16,6 +16,7 @@ from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.component import ComponentSpec, Kind
 from kvserve_core.controller import Controller
 from kvserve_core.errors import ConfigError, KVServeError, UnavailableComponentError
+from kvserve_core.feasible import known_profiles
 from kvserve_core.handshake import negotiate
 from kvserve_core.host_codec import runs_on
 from kvserve_core.library import Profile, ProfileLibrary
@@ -57,6 +58,7 @@ class Deployment:
         self.counters = counters or Counters()
         self.refused: dict[str, str] = {}
         self._transports: dict[str, Transport] = {}
+        self._anywhere: dict[str, bool] = {}
 
     @classmethod
     def load(cls, settings: Settings, kv: KVSpec, registry: Registry | None = None) -> Self:
@@ -125,9 +127,9 @@ class Deployment:
             KVServeError: not even ``raw`` can.
         """
         built: dict[str, Pipeline] = {}
-        for profile in self.controller.profiles:
+        for profile in known_profiles(self.library):  # not the controller's: a worker has no use for one
             try:
-                built[profile.name] = self._build(profile, shard, device)
+                built[profile.name] = self.pipeline(profile, shard, device)
             except KVServeError as error:
                 if profile.name == RAW:
                     raise
@@ -135,7 +137,12 @@ class Deployment:
                 log.warning("profile %r cannot be used here: %s", profile.name, error)
         return built
 
-    def _build(self, profile: Profile, shard: Shard, device: torch.device) -> Pipeline:
+    def pipeline(self, profile: Profile, shard: Shard, device: torch.device) -> Pipeline:
+        """One profile for a rank; for adapters to override whose cut is another.
+
+        Raises:
+            ConfigError, UnsupportedSpecError: it cannot run here; the path names the field.
+        """
         path = f"profiles.{profile.name}"
         pipeline = Pipeline.build(
             profile.pipeline, self.kv, shard, device, self.registry, artefacts=self.artefacts, path=path
@@ -153,13 +160,16 @@ class Deployment:
         return frozenset(name for name, pipeline in pipelines.items() if self._portable(pipeline))
 
     def _portable(self, pipeline: Pipeline) -> bool:
-        for stage in {stage for chain in pipeline.chains for stage in chain}:
+        return all(self._decodes_anywhere(stage) for chain in pipeline.chains for stage in chain)
+
+    def _decodes_anywhere(self, stage: str) -> bool:
+        """Of a stage such as ``codec:zstd@1``. Asked for every request, so it is remembered."""
+        if stage not in self._anywhere:
             text, _, name = stage.rpartition("@")[0].partition(":")
             kind = cast(Kind, text)  # the pipeline made it from one
             decode_on = self.registry.load(kind, name).caps.decode_on
-            if not all(runs_on(kind, decode_on, device) for device in PORTABLE):
-                return False
-        return True
+            self._anywhere[stage] = all(runs_on(kind, decode_on, device) for device in PORTABLE)
+        return self._anywhere[stage]
 
     def context(
         self,

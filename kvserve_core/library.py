@@ -93,6 +93,11 @@ class Profile(_Model):
         """The record of a workload, else that of ``default``, else None."""
         return self.quality.get(workload) or self.quality.get(DEFAULT_WORKLOAD)
 
+    @property
+    def worst_quality(self) -> float:
+        """The lower quality bound over all workloads, for what is stored: nobody knows who will read it."""
+        return 1.0 if self.exact else min((record.lower for record in self.quality.values()), default=0.0)
+
     def line(self, nbytes: float, model_s: float = 0.0) -> Line:
         """Eq. 1 for ``nbytes`` original bytes."""
         return latency_line(nbytes, self.cr, self.encode, self.decode, model_s)

@@ -123,6 +123,21 @@ class Outcome:
         return _with(self, spent_s=spent_s, expected_s=expected_s)
 
 
+def joined(parts: Sequence[Outcome]) -> Outcome:
+    """One transfer over several ranks: bytes add up, the slowest rank's seconds count."""
+    return _with(
+        parts[0],
+        raw_bytes=sum(p.raw_bytes for p in parts),
+        wire_bytes=sum(p.wire_bytes for p in parts),
+        encode_s=max(p.encode_s for p in parts),
+        transfer_s=max(p.transfer_s for p in parts),
+        decode_s=max(p.decode_s for p in parts),
+        total_s=max(p.total_s for p in parts),
+        ok=all(p.ok for p in parts),
+        reason="; ".join(p.reason for p in parts if p.reason),
+    )
+
+
 Value = TypeVar("Value", ServiceContext, Outcome)
 
 

@@ -13,15 +13,13 @@ import typer
 from kvserve_core.cli.explain_curves import Curve, curve, pays_below, stretches
 from kvserve_core.cli.explain_plot import draw
 from kvserve_core.cli.output import AsJson, print_json, print_table
-from kvserve_core.component import ComponentSpec
+from kvserve_core.cli.specs import component_spec
 from kvserve_core.controller import Controller
-from kvserve_core.errors import ConfigError
-from kvserve_core.json_text import parsed
 from kvserve_core.library import ProfileLibrary
+from kvserve_core.plots import pyplot
 from kvserve_core.policy import Decision, ServiceContext
 from kvserve_core.pricing import Priced
 from kvserve_core.registry import default_registry
-from kvserve_core.simulate.plot import pyplot
 from kvserve_core.units import format_bandwidth, format_duration, parse_bandwidth, parse_bytes, parse_duration
 
 COLUMNS = ("", "profile", "total", "encode", "transfer", "decode", "residual", "cr", "quality", "pays below", "note")
@@ -43,7 +41,7 @@ def explain(
     """Say which profile a request would get, what each would take, and who is left out by what."""
     if plot is not None:
         pyplot()  # before the work, not after it
-    made = default_registry().create("policy", _spec(policy), "policy")
+    made = default_registry().create("policy", component_spec(policy, "policy"), "policy")
     loaded = ProfileLibrary.load(library) if library else None
     control = Controller(
         loaded, made, min_quality=min_quality, chunk_bytes=None if chunk is None else parse_bytes(chunk)
@@ -102,13 +100,6 @@ def _figures(control: Controller, decision: Decision, priced: Priced, limit: flo
 def _envelope(names: Sequence[str], curves: Sequence[Curve]) -> list[dict[str, Any]]:
     """Which profile is fastest from which bandwidth down, highest first."""
     return [{"profile": names[i], "below": top} for i, top in stretches(curves)]
-
-
-def _spec(text: str) -> ComponentSpec:
-    try:
-        return ComponentSpec.model_validate(parsed(text) if text.startswith("{") else {"name": text})
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is neither a name nor a spec in JSON: {error}", "policy") from None
 
 
 def _print(found: dict[str, Any]) -> None:

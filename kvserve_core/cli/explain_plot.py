@@ -9,9 +9,8 @@ import numpy as np
 
 from kvserve_core.cli.explain_curves import curve, pays_below
 from kvserve_core.controller import Controller
-from kvserve_core.errors import ConfigError
+from kvserve_core.plots import pyplot, save
 from kvserve_core.policy import Decision
-from kvserve_core.simulate.plot import pyplot
 
 GBPS = 1.25e8
 STYLES, COLOURS = ("-", "--", ":"), 10
@@ -31,12 +30,7 @@ def draw(control: Controller, decision: Decision, out: Path) -> None:
     _marks(axes, control, decision)
     axes.set(xscale="log", yscale="log", xlabel="bandwidth (Gbps)", ylabel="latency (ms)", xlim=(LOW, HIGH))
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    try:
-        figure.savefig(out, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: a format it does not know
-        raise ConfigError(f"cannot be written: {error}", str(out)) from error
-    finally:
-        plots.close(figure)
+    save(plots, figure, out)
 
 
 def _lines(axes: Any, control: Controller, decision: Decision) -> None:

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from kvserve_core.cli.output import AsJson, print_json, print_table
+from kvserve_core.cli.specs import component_spec
 from kvserve_core.component import ComponentSpec
 from kvserve_core.errors import ConfigError
-from kvserve_core.json_text import parsed
 from kvserve_core.library import ProfileLibrary
+from kvserve_core.plots import pyplot
 from kvserve_core.registry import default_registry
-from kvserve_core.simulate.plot import draw, pyplot
+from kvserve_core.simulate.plot import draw
 from kvserve_core.simulate.report import COLUMNS, report, rows
 from kvserve_core.simulate.run import simulate as play
 from kvserve_core.simulate.run import world
@@ -94,10 +95,7 @@ def _policies(texts: list[str]) -> dict[str, ComponentSpec]:
     """Specs by a label, validated now rather than in each process."""
     found = {}
     for text in texts:
-        try:
-            spec = ComponentSpec.model_validate(parsed(text) if text.startswith("{") else {"name": text})
-        except ValueError as error:
-            raise ConfigError(f"{text!r} is neither a name nor a spec in JSON: {error}", "policy") from None
+        spec = component_spec(text, "policy")
         default_registry().configure("policy", spec, "policy")
         found[_label(spec)] = spec
     return found

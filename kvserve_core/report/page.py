@@ -11,9 +11,9 @@ from string import Template
 from typing import Any
 
 from kvserve_core.errors import ConfigError
+from kvserve_core.plots import pyplot
 from kvserve_core.report.data import Report, Row
 from kvserve_core.report.figures import FIGURES, shown
-from kvserve_core.simulate.plot import pyplot
 from kvserve_core.units import format_bandwidth, format_duration
 
 SIZE = (8.0, 4.8)

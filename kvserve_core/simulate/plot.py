@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvserve_core.errors import ConfigError, UnavailableComponentError
+from kvserve_core.plots import pyplot, save
 from kvserve_core.simulate.summary import BINS
-
-
-def pyplot() -> Any:
-    """Matplotlib, drawing to files only.
-
-    Raises:
-        UnavailableComponentError: it is not installed; the message names the extra.
-    """
-    try:
-        import_module("matplotlib").use("Agg")
-        return import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise UnavailableComponentError("a plot needs 'matplotlib'; pip install 'kvserve[profile]'") from error
 
 
 def draw(done: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> None:
@@ -35,12 +21,7 @@ def draw(done: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> None:
     figure, (left, right) = plots.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     _distributions(left, done)
     _over_time(right, done)
-    try:
-        figure.savefig(out, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: a format it does not know
-        raise ConfigError(f"cannot be written: {error}", str(out)) from error
-    finally:
-        plots.close(figure)
+    save(plots, figure, out)
 
 
 def _distributions(axes: Any, done: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

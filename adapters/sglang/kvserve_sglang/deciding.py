@@ -10,7 +10,7 @@ from math import inf
 
 from kvserve_core.deployment import Deployment
 from kvserve_core.pipeline import Pipeline
-from kvserve_core.policy import Decision, Outcome, ServiceContext
+from kvserve_core.policy import Decision, Outcome, ServiceContext, joined
 from kvserve_core.requests import RequestOptions
 from kvserve_sglang.messages import Decided, Register
 
@@ -78,22 +78,6 @@ class Judge:
     def forget(self, transfer_id: str) -> None:
         """It ended without reports."""
         self._open.pop(transfer_id, None)
-
-
-def joined(parts: Sequence[Outcome]) -> Outcome:
-    """Of a transfer over several ranks: bytes are summed, the slowest rank's seconds count."""
-    first = parts[0]
-    return replace(
-        first,
-        raw_bytes=sum(p.raw_bytes for p in parts),
-        wire_bytes=sum(p.wire_bytes for p in parts),
-        encode_s=max(p.encode_s for p in parts),
-        transfer_s=max(p.transfer_s for p in parts),
-        decode_s=max(p.decode_s for p in parts),
-        total_s=max(p.total_s for p in parts),
-        ok=all(p.ok for p in parts),
-        reason="; ".join(p.reason for p in parts if p.reason),
-    )
 
 
 def as_decision(decided: Decided, profile: str) -> Decision:

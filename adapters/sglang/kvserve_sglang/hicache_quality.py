@@ -19,11 +19,8 @@ def page_name(space: str, key: str, quality: float) -> str:
 
 
 def profile_quality(deployment: Deployment, name: str) -> float:
-    """The lower quality bound of a profile, over all workloads: nobody knows who will read."""
-    profile = next(p for p in deployment.controller.profiles if p.name == name)
-    if profile.exact:
-        return 1.0
-    return min((record.lower for record in profile.quality.values()), default=0.0)
+    """Of a profile, whoever will read."""
+    return next(p for p in deployment.controller.profiles if p.name == name).worst_quality
 
 
 def class_of(quality: float) -> float:

@@ -59,9 +59,10 @@ class PageDeployment(TransferDeployment):
         super().__init__(model, kv)
         self._page_size = page_size
 
-    def _build(self, profile: Profile, shard: Shard, device: torch.device) -> Pipeline:
+    def pipeline(self, profile: Profile, shard: Shard, device: torch.device) -> Pipeline:
+        """On a grid of one page; raises as the one it extends."""
         paged = page_pipeline(profile.pipeline, self._page_size)
-        return super()._build(profile.model_copy(update={"pipeline": paged}), shard, device)
+        return super().pipeline(profile.model_copy(update={"pipeline": paged}), shard, device)
 
 
 def page_pipeline(spec: PipelineSpec, page_size: int) -> PipelineSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.cli.output import AsJson, console, print_json, print_table
-from kvserve_core.component import ComponentSpec
+from kvserve_core.cli.specs import component_spec
 from kvserve_core.errors import ConfigError
 from kvserve_core.library import ProfileLibrary
 from kvserve_core.units import parse_bandwidth
@@ -50,7 +49,7 @@ def demo(
     links = [_link(text) for text in link] if link else default_links()
     with progress_bar() as bar, as_file(files("kvserve_hf").joinpath(SHIPPED_LIBRARY)) as shipped:
         folder = model_folder(model, bar)
-        setup = Setup(folder, library or shipped, min_quality, _policy(policy))
+        setup = Setup(folder, library or shipped, min_quality, component_spec(policy, "policy"))
         with prefill_process(setup) as peer:
             artefacts = ProfileLibrary.load(library or shipped).artefacts
             runs = _runs(peer, Engine.load(folder), links, bar, artefacts)
@@ -81,13 +80,6 @@ def _runs(peer: Any, engine: Engine, links: list[Link], bar: Progress, artefacts
         return [run for this in links for run in demo_run.link(this)]
     finally:
         demo_run.close()
-
-
-def _policy(text: str) -> ComponentSpec:
-    try:
-        return ComponentSpec.model_validate(json.loads(text) if text.lstrip().startswith("{") else text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a policy: {error}", "policy") from None
 
 
 def _link(text: str) -> Link:

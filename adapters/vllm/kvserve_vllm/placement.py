@@ -51,10 +51,6 @@ class Placement:
             ids, start = _kernel_blocks(cache, view.shape[2], blocks[cache.pool], at)
             write(view, ids, heads, start, rows, NULL_BLOCK)
 
-    def blocks_of(self, layer: int, blocks: BlockIds) -> Sequence[int]:
-        """The block table of a layer."""
-        return blocks[self.layers[layer].pool]
-
     def _read(self, cache: LayerCache, blocks: BlockIds, at: Region, heads: list[int]) -> Tensor:
         view = cache.views[at.plane]
         ids, start = _kernel_blocks(cache, view.shape[2], blocks[cache.pool], at)

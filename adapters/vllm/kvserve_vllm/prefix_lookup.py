@@ -104,11 +104,8 @@ class Prices:
         return classes_for(lowest)[-1]
 
     def quality(self, profile: str) -> float:
-        """The lower quality bound of a profile, over all workloads: nobody knows who will read."""
-        known = self._profiles[profile]
-        if known.exact:
-            return 1.0
-        return min((record.lower for record in known.quality.values()), default=0.0)
+        """Of a profile, whoever will read."""
+        return self._profiles[profile].worst_quality
 
     def stored_class(self, profile: str, held: float) -> float:
         """The class of a cell that a profile encodes, computed after KV of quality ``held``."""

@@ -10,11 +10,12 @@ from kvserve_core.deployment import Deployment
 from kvserve_core.session import Consumer, Producer
 from kvserve_core.spec import Shard
 from kvserve_core.transport import Endpoint
+from kvserve_vllm.held import Fence
 from kvserve_vllm.metadata import StepMeta, WorkerReport
 from kvserve_vllm.placement import Placement
 from kvserve_vllm.prefix_loader import PrefixLoader
 from kvserve_vllm.prefix_scheduler import link_name
-from kvserve_vllm.prefix_writer import Fence, PrefixWriter
+from kvserve_vllm.prefix_writer import PrefixWriter
 from kvserve_vllm.spec import ServedModel
 from kvserve_vllm.stats import StatsBuffer
 from kvserve_vllm.worker.loads import Ended

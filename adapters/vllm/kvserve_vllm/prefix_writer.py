@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvserve_core.errors import TransferCancelled
 from kvserve_core.policy import Outcome
-from kvserve_core.session import Event, Failed, Freed, Producer
-from kvserve_core.session.coverage import clip, cut
-from kvserve_core.spec import SEGMENT_TOKENS, LayerGroup, Region
-from kvserve_vllm.metadata import Blocks, WorkerReport
+from kvserve_core.session import Failed, Freed, Producer
+from kvserve_core.spec import SEGMENT_TOKENS, Region
+from kvserve_vllm.held import Fence, Held, kept_region
+from kvserve_vllm.metadata import WorkerReport
 from kvserve_vllm.placement import Placement
 from kvserve_vllm.prefix_meta import PrefixStore, PrefixStored
 
 log = logging.getLogger(__name__)
-Fence = Callable[[], Event | None]
 
 
 @dataclass
-class Cell:
-    """One cell on its way. kept: copies of what the engine lets go of before it is encoded, under ``lock``."""
+class Cell(Held):
+    """One cell on its way."""
 
     req_id: str
     start: int
-    blocks: Blocks
-    kept: list[tuple[Region, Tensor]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    closed: bool = False
 
 
 class PrefixWriter:
@@ -62,13 +56,7 @@ class PrefixWriter:
         cell = self._cells.get(name)
         if cell is None:
             raise TransferCancelled(f"the cell {name!r} is no longer stored")
-        with cell.lock:
-            if cell.closed:
-                raise TransferCancelled(f"the engine took back the blocks of cell {name!r}")
-            for kept_at, x in cell.kept:
-                if clip(at, kept_at) == at:
-                    return cut(x, kept_at, at).contiguous()
-            return self._placement.gather(cell.blocks, at)
+        return cell.gather(self._placement, at)
 
     def store(self, orders: Iterable[PrefixStore], report: WorkerReport) -> None:
         """The forward pass that computed these cells is queued: publish them."""
@@ -83,7 +71,7 @@ class PrefixWriter:
             report.prefix_stored.append(PrefixStored(name, None, "it is being stored already"))
             return
         try:
-            cell = Cell(order.req_id, start, order.blocks)
+            cell = Cell(order.blocks, order.req_id, start)
             cell.kept.extend(self._copies(cell))
             self._cells[name] = cell
             self._session().open(name, stop, order.decision, start=start)
@@ -96,9 +84,14 @@ class PrefixWriter:
 
     def _copies(self, cell: Cell) -> list[tuple[Region, Tensor]]:
         """Sliding windows: their blocks are given to other requests while this one still runs."""
-        windows = [group for group in self._placement.kv.groups if group.window is not None]
-        regions = [at for group in windows for at in window_regions(self._placement, group, cell.start)]
-        return [(at, self._placement.gather(cell.blocks, at)) for at in regions]
+        stop = cell.start + SEGMENT_TOKENS
+        regions = [
+            kept_region(self._placement, group, plane.name, stop, cell.start)
+            for group in self._placement.kv.groups
+            if group.window is not None
+            for plane in group.planes
+        ]
+        return [(at, self._placement.gather(cell.blocks, at)) for at in regions if at.layers]
 
     def drop(self, req_ids: Iterable[str]) -> None:
         """Give up what is not encoded yet: after this call no thread reads the blocks of these requests."""
@@ -136,21 +129,10 @@ class PrefixWriter:
         cell = self._cells.pop(name, None)
         if cell is None:
             return
-        with cell.lock:
-            cell.closed = True
-            cell.kept.clear()
+        cell.close()
         self._by_request[cell.req_id].discard(name)
 
     def _session(self) -> Producer:
         if self._producer is None:
             raise TransferCancelled("this rank stores nothing")
         return self._producer
-
-
-def window_regions(placement: Placement, group: LayerGroup, start: int) -> list[Region]:
-    """What is kept of a windowed group's part of the cell at ``start``: what the tokens after the cell can see."""
-    layers = tuple(layer for layer in group.layers if layer in placement.layers)
-    stop = start + SEGMENT_TOKENS
-    first = max(start, stop - (group.window or SEGMENT_TOKENS))
-    heads = {plane.name: placement.shard.heads(plane.num_heads) for plane in group.planes}
-    return [Region(group.id, name, layers, of_plane, first, stop) for name, of_plane in heads.items() if layers]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from rich.progress import Progress, TaskID
 
 from kvserve_core.cli.output import AsJson, print_json, print_table
 from kvserve_core.cli.space import narrowed
-from kvserve_core.component import ComponentSpec
+from kvserve_core.cli.specs import component_spec
 from kvserve_core.errors import ConfigError
 from kvserve_core.evaluation.engine import Text
 from kvserve_core.evaluation.quality import Interval
@@ -65,7 +64,7 @@ def profile(
         setup = Setup(
             model_folder(model, bar),
             tuple(Text(t.pin.name, t.pin.kind, t.text) for t in loaded),
-            tuple(_spec(text) for text in evaluator or ("continuation",)),
+            tuple(component_spec(text, "evaluator") for text in evaluator or ("continuation",)),
             calibrated,
         )
         plan = _plan(setup, options, workload, samples, executor, workers, keep, _journal(out, resume))
@@ -110,13 +109,6 @@ def _journal(out: Path, resume: Path | None) -> Path:
         old.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _spec(text: str) -> ComponentSpec:
-    try:
-        return ComponentSpec.model_validate(json.loads(text) if text.lstrip().startswith("{") else text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not an evaluator: {error}", "evaluator") from None
 
 
 class _Shown:

@@ -13,14 +13,14 @@ from vllm.v1.request import RequestStatus
 from kvserve_core.deployment import Deployment
 from kvserve_core.latency import critical_bandwidth
 from kvserve_core.peer import PeerInfo
-from kvserve_core.policy import Decision
+from kvserve_core.policy import Decision, joined
 from kvserve_core.spec import SEGMENT_TOKENS
 from kvserve_core.transport import Endpoint, Locator
 from kvserve_vllm import compat
 from kvserve_vllm.compat import Scheduled
 from kvserve_vllm.metadata import Open, Profile, RankInfo, StepMeta, WorkerReport
 from kvserve_vllm.params import TransferParams, answer, prompt_digest
-from kvserve_vllm.scheduler.wanted import Unsettled, Wanted, joined, leave_last_token, waited_s
+from kvserve_vllm.scheduler.wanted import Unsettled, Wanted, leave_last_token, waited_s
 from kvserve_vllm.spec import ServedModel
 from kvserve_vllm.stats import StatsBuffer
 from kvserve_vllm.worker.offers import PREEMPTED

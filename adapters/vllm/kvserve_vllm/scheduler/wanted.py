@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvserve_core.policy import Decision, Outcome
@@ -64,19 +63,3 @@ def leave_last_token(request: Any) -> None:
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
-
-
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """One transfer over several ranks: bytes add up, the slowest rank's seconds count."""
-    first = outcomes[0]
-    return replace(
-        first,
-        raw_bytes=sum(o.raw_bytes for o in outcomes),
-        wire_bytes=sum(o.wire_bytes for o in outcomes),
-        encode_s=max(o.encode_s for o in outcomes),
-        transfer_s=max(o.transfer_s for o in outcomes),
-        decode_s=max(o.decode_s for o in outcomes),
-        total_s=max(o.total_s for o in outcomes),
-        ok=all(o.ok for o in outcomes),
-        reason="; ".join(o.reason for o in outcomes if o.reason),
-    )

@@ -3,50 +3,33 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvserve_core.errors import TransferCancelled
 from kvserve_core.policy import Outcome
-from kvserve_core.session import Event, Failed, Freed, Producer
-from kvserve_core.session.coverage import clip, cut
+from kvserve_core.session import Failed, Freed, Producer
 from kvserve_core.spec import LayerGroup, Region
+from kvserve_vllm.held import Fence, Held, kept_region
 from kvserve_vllm.metadata import Blocks, Open, WorkerReport
 from kvserve_vllm.placement import Placement
 
 log = logging.getLogger(__name__)
 
 
-class Fence(Protocol):
-    """Records an event in the engine's stream; None where work is done in order anyway."""
-
-    def __call__(self) -> Event | None:
-        """Fires when everything queued so far is done."""
-
-
 @dataclass
-class Offer:
-    """One prompt.
-
-    refused: its transfer id is not its own. kept: copies of what the engine does not hold until it is encoded, under
-    ``lock``.
-    """
+class Offer(Held):
+    """One prompt. refused: its transfer id is not its own."""
 
     req_id: str
     transfer_id: str
     total: int
-    blocks: Blocks
     ready: int = 0
     freed: bool = False
     refused: bool = False
-    kept: list[tuple[Region, Tensor]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    closed: bool = False
 
 
 class Offers:
@@ -81,18 +64,11 @@ class Offers:
         offer = self._by_transfer.get(transfer_id)
         if offer is None:
             raise TransferCancelled(f"transfer {transfer_id!r} is no longer offered")
-        with offer.lock:
-            if offer.closed:
-                raise TransferCancelled(f"the engine took back the blocks of transfer {transfer_id!r}")
-            for kept_at, x in offer.kept:
-                part = clip(at, kept_at)
-                if part == at:
-                    return cut(x, kept_at, at).contiguous()
-            return self._placement.gather(offer.blocks, at)
+        return offer.gather(self._placement, at)
 
     def open(self, op: Open, report: WorkerReport) -> None:
         """Publish a prompt. A refusal is reported: the consumer will find nothing and compute the prompt."""
-        offer = Offer(op.req_id, op.transfer_id, op.total, op.blocks)
+        offer = Offer(op.blocks, op.req_id, op.transfer_id, op.total)
         self._by_request[op.req_id] = offer  # the scheduler waits for its blocks, however this ends
         try:
             self._session().open(op.transfer_id, op.total, op.decision, op.peer)
@@ -169,9 +145,7 @@ class Offers:
         return done
 
     def _close(self, offer: Offer) -> None:
-        with offer.lock:
-            offer.closed = True
-            offer.kept.clear()
+        offer.close()
         if self._by_transfer.get(offer.transfer_id) is offer:
             del self._by_transfer[offer.transfer_id]
 
@@ -201,12 +175,3 @@ class Offers:
 
 PREEMPTED = "preempted"
 """The reason of a drop whose request lives on; any other is the end of the request."""
-
-
-def kept_region(placement: Placement, group: LayerGroup, plane: str, total: int) -> Region:
-    """All of a group's plane on this rank that is ever sent of a prompt of ``total`` tokens."""
-    layers = tuple(layer for layer in group.layers if layer in placement.layers)
-    heads = placement.shard.heads(group.plane(plane).num_heads)
-    if group.unit == "state":
-        return Region(group.id, plane, layers, heads, 0, 1)
-    return Region(group.id, plane, layers, heads, max(0, total - (group.window or total)), total)

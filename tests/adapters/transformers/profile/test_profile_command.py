@@ -9,12 +9,13 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from kvserve_core.cli.specs import component_spec
 from kvserve_core.component import ComponentSpec
 from kvserve_core.errors import ConfigError
 from kvserve_core.latency import Speed
 from kvserve_core.library import RAW_PROFILE, Profile, QualityRecord
 from kvserve_core.profiling.search import Options
-from kvserve_hf.profile.commands import _journal, _plan, _row, _Shown, _spec
+from kvserve_hf.profile.commands import _journal, _plan, _row, _Shown
 from kvserve_hf.texts import PinnedTextError, workload_texts
 from tiny_profile import setup, uniform
 
@@ -36,10 +37,12 @@ def test_a_new_run_forgets_the_journal_of_the_last_and_resume_keeps_it(tmp_path:
 
 
 def test_an_evaluator_is_a_name_or_json() -> None:
-    assert _spec("passkey") == ComponentSpec(name="passkey")
-    assert _spec('{"name": "passkey", "configuration": {"samples": 3}}').configuration == {"samples": 3}
+    assert component_spec("passkey", "evaluator") == ComponentSpec(name="passkey")
+    assert component_spec('{"name": "passkey", "configuration": {"samples": 3}}', "evaluator").configuration == {
+        "samples": 3
+    }
     with pytest.raises(ConfigError, match="not an evaluator"):
-        _spec('{"configuration": {}}')
+        component_spec('{"configuration": {}}', "evaluator")
 
 
 def test_the_search_is_quick_and_what_is_kept_is_measured_thoroughly(tmp_path: Path) -> None:

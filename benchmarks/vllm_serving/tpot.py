@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_pairs.clients import Clients
 from vllm_servers import Process
+from vllm_serving.clients import Clients
 
 FETCHERS = 4
 ENCODED_S = 3.0
