@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Literal
 
@@ -16,6 +17,8 @@ from kvserve_plugins.transports._reports import plausible
 MAX_LEASE_S = 24 * 3600.0
 """A consumer may not hold a producer's memory longer than this with one renewal."""
 MAX_SHARES = 4096
+WITHDRAWN_KEPT = 256
+"""Withdrawn keys whose reason is remembered, for consumers whose fetch was under way to an offer that ended."""
 log = logging.getLogger(__name__)
 Ended = Literal["released", "expired", "withdrawn"]
 
@@ -56,7 +59,7 @@ class Offer:
     def failure(self) -> TransportError:
         """What a fetch of an offer that ended raises."""
         if self.ended == "withdrawn":
-            return PeerLost(f"the producer stopped offering {self.key!r}: {self.reason}")
+            return withdrawn(self.key, self.reason)
         return LeaseLost(f"the producer no longer holds {self.key!r}: {self.reason or 'released by every share'}")
 
 
@@ -68,6 +71,7 @@ class Leases:
         self._lock = threading.Lock()
         self._offers: dict[str, Offer] = {}
         self._ended: list[Released] = []
+        self._withdrawn: OrderedDict[str, str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -84,11 +88,14 @@ class Leases:
             if key in self._offers:
                 raise TransportError(f"{key!r} is published already; withdraw it first or use a new transfer id")
             self._offers[key] = Offer(key, source, lease_s, self._clock)
+            self._withdrawn.pop(key, None)
 
     def get(self, key: str) -> Offer:
-        """The offer; raises :class:`LeaseLost` when there is none."""
+        """The offer; raises :class:`LeaseLost` when there is none, :class:`PeerLost` when it was withdrawn of late."""
         self.expire()
         with self._lock:
+            if key in self._withdrawn:
+                raise withdrawn(key, self._withdrawn[key])
             return self._get(key)
 
     def _get(self, key: str) -> Offer:
@@ -165,8 +172,17 @@ class Leases:
                 return
             del self._offers[key]
             offer.reason, offer.ended = reason, how
+            if how == "withdrawn":
+                self._withdrawn[key] = reason
+                if len(self._withdrawn) > WITHDRAWN_KEPT:
+                    self._withdrawn.popitem(last=False)
             self._ended.append(Released(key, reason, tuple(offer.reports), offer.source))
         offer.close()
+
+
+def withdrawn(key: str, reason: str) -> PeerLost:
+    """What a fetch of a withdrawn key raises."""
+    return PeerLost(f"the producer stopped offering {key!r}: {reason}")
 
 
 def checked_lease(lease_s: float) -> float:

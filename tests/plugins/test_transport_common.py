@@ -210,6 +210,16 @@ def test_withdraw_fails_fetches_in_flight_with_the_reason(leased: Transport) -> 
     assert [r.reason for r in leased.poll()] == ["the request was aborted"]
 
 
+def test_a_fetch_that_comes_after_a_withdrawal_is_told_why(leased: Transport) -> None:
+    source = Source()
+    address = leased.publish("t", source, 30)
+    leased.withdraw("t", "the request was aborted")
+    with pytest.raises(PeerLost, match="the request was aborted"):
+        list(leased.fetch(address, "t", want(source.plan), soon()))
+    leased.publish("t", source, 30)
+    check(fetch_all(leased, address, source), source)
+
+
 def test_segments_come_while_others_are_still_encoded(leased: Transport) -> None:
     source = Source(3, ready=False)
     address = leased.publish("t", source, 30)
