@@ -150,6 +150,7 @@ def run(given: argparse.Namespace, library: Path, folder: Path) -> dict[str, Any
                 print(link, json.dumps(links[link]["medians"]), file=sys.stderr)
                 if link == "100Mbps":
                     tpot = measure_tpot(clients, prefill, link, given.rounds)
+                    print("TPOT", json.dumps(tpot), file=sys.stderr)
     finally:
         decode.close()
     found = bars(links, tpot)

@@ -42,7 +42,9 @@ class Clients:
 
     def __init__(self, decode: Process, prompts: Iterator[list[int]]) -> None:
         self.decode, self.prompts = decode, prompts
-        self.http = httpx.Client(timeout=600, trust_env=False)
+        # A server closes a connection that was idle for some seconds, perhaps just when it is used again.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(timeout=600, trust_env=False, limits=limits)
         self.peer = self._described()
 
     def _described(self) -> dict[str, Any]:

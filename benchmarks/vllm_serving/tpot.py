@@ -9,23 +9,25 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_servers import Process
+import psutil
+
+from vllm_servers import Process, processes
 from vllm_serving.clients import Clients
 
 FETCHERS = 4
-ENCODED_S = 3.0
-"""The prefill server is left to encode first: here it has the decode server's cores, in service its own."""
+RESTING_CORES = 0.1
 
 
 def measure_tpot(clients: Clients, prefill: Process, link: str, rounds: int) -> dict[str, Any]:
     """Median gap between tokens of one answer while others fetch, over the median while none does."""
+    rested(clients.decode)
     gaps: dict[str, list[float]] = {"quiet": [], "kvserve": [], "raw": []}
     for _ in range(rounds):
         gaps["quiet"] += _tpot(clients, [])
         for way in ("kvserve", "raw"):
             peer = clients.known(link, raw=way == "raw")
             waiting = [(p, clients.offered(prefill, p, peer)) for p in itertools.islice(clients.prompts, FETCHERS)]
-            time.sleep(ENCODED_S)
+            rested(prefill)
             gaps[way] += _tpot(clients, waiting)
     medians = {way: statistics.median(each) for way, each in gaps.items()}
     return {
@@ -34,6 +36,23 @@ def measure_tpot(clients: Clients, prefill: Process, link: str, rounds: int) -> 
         "gaps": {way: len(each) for way, each in gaps.items()},
         "fetches_at_once": FETCHERS,
     }
+
+
+def rested(server: Process) -> None:
+    """Wait until its engine has prefilled and encoded: here it has the decode server's cores, in service its own."""
+    before = _cpu_s(server)
+    while True:
+        time.sleep(1.0)
+        now = _cpu_s(server)
+        if now - before < RESTING_CORES:
+            return
+        before = now
+
+
+def _cpu_s(server: Process) -> float:
+    """CPU seconds that its processes have used."""
+    times = [psutil.Process(pid).cpu_times() for pid in processes(server.popen.pid)]
+    return sum(each.user + each.system for each in times)
 
 
 def _tpot(clients: Clients, waiting: Sequence[tuple[list[int], Mapping[str, Any]]]) -> list[float]:

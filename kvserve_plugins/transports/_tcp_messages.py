@@ -101,7 +101,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The fetch is complete. ``waited_s``: how long nothing could be sent because nothing was encoded."""
+    """The fetch is complete. ``waited_s``: how long the link had nothing, as this host had nothing for it."""
 
     stream: Natural
     waited_s: float

@@ -12,6 +12,7 @@ import zmq
 from kvserve_core.errors import FrameError, KVServeError, TransferTimeout
 from kvserve_core.wire import Buffer
 from kvserve_plugins.transports import _tcp_messages as msg
+from kvserve_plugins.transports._carrier import Carrier
 from kvserve_plugins.transports._pacing import Pacer
 from kvserve_plugins.transports._tcp_faults import Faults, corrupted
 from kvserve_plugins.transports._tcp_stream import Pullers, Stream
@@ -42,9 +43,11 @@ class Held(NamedTuple):
 class Sender:
     """The streams being served, round robin by piece. Only the I/O thread may call it."""
 
-    def __init__(self, socket: zmq.Socket[bytes], pullers: Pullers, pacer: Pacer, faults: Faults) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], pullers: Pullers, pacer: Pacer, faults: Faults, carrier: Carrier
+    ) -> None:
         self._socket, self._pullers, self._pacer, self._faults = socket, pullers, pacer, faults
-        self._piece = pacer.piece(msg.PIECE_BYTES)
+        self._carrier = carrier
         self._streams: dict[tuple[bytes, int], Stream] = {}
         self._turn: deque[Stream] = deque()
         self._held: Held | None = None
@@ -96,12 +99,14 @@ class Sender:
         """The consumer has room for more."""
         if stream := self._streams.get(key):
             stream.credit = min(stream.credit + nbytes, msg.MAX_WINDOW)
+            self._carrier.acknowledged(stream, nbytes)
 
     def cancel(self, key: tuple[bytes, int]) -> None:
         """Forget a stream."""
         if stream := self._streams.pop(key, None):
             stream.cancelled = True
             self._turn.remove(stream)
+            self._carrier.dropped(stream)
 
     def advance(self) -> float:
         """Send what can be sent now, a batch at most; returns the seconds until there may be more."""
@@ -145,9 +150,15 @@ class Sender:
                 self._finish(stream, msg.End(stream.number, stream.waited_s))
             elif not stream.outbox:
                 self._pullers.submit(stream)
-            elif stream.credit > 0 and stream.not_before <= time.monotonic() and not self._strike(stream):
-                return self._cut(stream)
+            elif self._may_send(stream) and not self._strike(stream) and (held := self._cut(stream)):
+                return held
         return None
+
+    @staticmethod
+    def _may_send(stream: Stream) -> bool:
+        now = time.monotonic()
+        stream.resume(now)
+        return stream.credit > 0 and stream.not_before <= now
 
     def _give_up(self, stream: Stream, error: KVServeError) -> None:
         self._finish(stream, msg.to_failed(stream.number, error))
@@ -172,21 +183,17 @@ class Sender:
             stream.pop(time.monotonic())
         return fault.action in ("delay", "drop")
 
-    def _cut(self, stream: Stream) -> Held:
-        sealed, offset = stream.outbox[0], stream.offset
-        size = len(sealed.body)
-        body = sealed.body if size <= self._piece else memoryview(sealed.body)[offset : offset + self._piece]
-        head = b"" if offset else bytes(sealed.head)
-        stream.offset += len(body)
-        stream.credit -= len(body) + msg.OVERHEAD
-        parts = (msg.encode(msg.Piece(stream.number, sealed.index, offset, size, head)), body)
-        due = self._pacer.due(len(head) + len(body))
+    def _cut(self, stream: Stream) -> Held | None:
+        cut = self._carrier.cut(stream)
+        if cut is None:
+            return None
+        due = self._pacer.due(cut.nbytes)
         if stream.credit <= 0:
             stream.starved_since = due
-        if stream.offset >= size:
+        if cut.last:
             stream.pop(due)
             self._pullers.submit(stream)
-        return Held(due, stream, parts)
+        return Held(due, stream, cut.parts)
 
     def _transmit(self, held: Held) -> None:
         stream = held.stream

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvserve_core.errors import KVServeError, TransferTimeout
 from kvserve_core.wire import Sealed
@@ -19,6 +20,13 @@ AHEAD_SEGMENTS = 256
 _SLICE_S, _SLICE_BUSY_S = 0.05, 0.001
 
 
+class Lent(NamedTuple):
+    """A place in a carrier's memory. counts: what of the consumer's credit it takes up."""
+
+    at: int
+    counts: int
+
+
 class Stream:
     """Segments still to pull from the source, and those pulled but not sent. Pulled in the frame's order.
 
@@ -26,12 +34,22 @@ class Stream:
     stream or it waits in their queue.
     """
 
-    def __init__(self, owner: bytes, number: int, offer: Offer, indices: Sequence[int], timeout_s: float) -> None:
-        self.owner, self.number, self.offer = owner, number, offer
+    def __init__(
+        self,
+        owner: bytes,
+        number: int,
+        offer: Offer,
+        indices: Sequence[int],
+        timeout_s: float,
+        on_device: bool = False,
+    ) -> None:
+        self.owner, self.number, self.offer, self.on_device = owner, number, offer, on_device
         self.started = time.monotonic()
         self.deadline = self.started + timeout_s
         self.todo = deque(indices)
         self.outbox: deque[Sealed] = deque()
+        self.lent: deque[Lent] = deque()
+        """What lies in memory that the consumer reads, in order, until it says that it has it."""
         self.credit = 0
         self.starved_since = self.beat_at = self.started
         """Since when there is no credit, and when the consumer was last seen to be there."""
@@ -43,13 +61,13 @@ class Stream:
         self.begun = False
         self.pulling = False
         self._ahead = 0
-        self._idle_since = self.started
+        self._idle_since: float | None = self.started
         self._lock = threading.Lock()
 
     @property
     def finished(self) -> bool:
-        """Everything was handed to the network."""
-        return not self.todo and not self.outbox
+        """Everything was handed to the network, and nothing is lent any more."""
+        return not self.todo and not self.outbox and not self.lent
 
     def failure(self) -> KVServeError | None:
         """Why the stream cannot go on, or None."""
@@ -81,8 +99,6 @@ class Stream:
         """A segment came from the source; True when it is the only one, so that the I/O thread must be told."""
         with self._lock:
             first = not self.outbox
-            if first:
-                self.waited_s += max(0.0, time.monotonic() - self._idle_since)
             self._ahead += sealed.nbytes
             self.outbox.append(sealed)
             self.todo.popleft()
@@ -93,8 +109,14 @@ class Stream:
         self.offer.used()
         with self._lock:
             self._ahead -= self.outbox.popleft().nbytes
-            self._idle_since = sent
+            self._idle_since = None if self.outbox else sent
         self.offset, self.begun = 0, False
+
+    def resume(self, now: float) -> None:
+        """The I/O thread sees that there is something to send again: until ``now`` the link waited for this host."""
+        if self._idle_since is not None:
+            self.waited_s += max(0.0, now - self._idle_since)
+            self._idle_since = None
 
     def begin(self) -> None:
         """The first segment of the outbox is about to be sent."""
@@ -141,7 +163,9 @@ class Pullers:
             until = now + (_SLICE_S if self._queue.empty() else _SLICE_BUSY_S)
             try:
                 index = stream.todo[0]
-                sealed = checked_segment(stream.offer.source.get(index, min(until, stream.deadline)), index)
+                sealed = checked_segment(
+                    stream.offer.source.get(index, min(until, stream.deadline)), index, stream.on_device
+                )
                 if stream.push(sealed):
                     self._wake()
             except TransferTimeout:
