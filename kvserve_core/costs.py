@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
 from collections.abc import Iterable
 from math import inf
 
@@ -15,43 +15,68 @@ REFRESH_S = 2.0
 """How often the learned costs of a profile are brought up to date with how far they have faded: one at a time,"""
 OVERDUE_S = 10.0
 """or all that have waited for so much longer."""
+ROWS = 5
 
 
 class Costs:
     """``live`` is ``[5, P]``, columns as in :data:`pricing.Terms`; it is replaced whole, so no reader sees half of it.
 
-    fade_s: when ``fade`` is due. Whoever writes holds the controller's lock.
+    fade_s: when ``fade`` is due, at the earliest. Whoever writes holds the controller's lock.
     """
 
-    __slots__ = ("_fading", "_places", "fade_s", "live")
+    __slots__ = ("_fading", "_next", "_places", "_view", "fade_s", "live")
 
     def __init__(self, every: Iterable[Priced]) -> None:
-        terms = [priced.terms for priced in every]
-        self.live: Floats = np.array([t[2:] for t in terms]).T.copy()
-        self._places = {t[0]: i for i, t in enumerate(terms)}
-        self._fading: OrderedDict[Priced, float] = OrderedDict()
+        found = list(every)
+        width = len(found)
+        self._places = {priced.name: tuple(range(i, ROWS * width, width)) for i, priced in enumerate(found)}
+        self._next = array("d", bytes(8 * ROWS * width))  # items of an array are set faster than those of numpy
+        self._view: Floats = np.frombuffer(self._next).reshape(ROWS, width)
+        self._fading: dict[Priced, float] = {}
+        for priced in found:
+            self._write(priced)
+        self.live: Floats = self._view.copy()
         self.fade_s = inf
 
     def learned(self, priced: Priced, now: float) -> None:
         """Take over what this profile costs after a report."""
-        self._update([priced], now)
+        self._renew(priced, now)
+        self.live = self._view.copy()
 
     def fade(self, now: float) -> None:
         """Let what was learned of the profile that has waited longest fade: one, so that no decision takes long."""
+        if (due_s := next(iter(self._fading.values()))) > now:
+            self.fade_s = due_s
+            return
         due: list[Priced] = []
         for priced, at in self._fading.items():  # in this order
             if due and at + OVERDUE_S > now:
                 break
             priced.refresh(now)
             due.append(priced)
-        self._update(due, now)
+        for priced in due:
+            self._renew(priced, now)
+        self.live = self._view.copy()
+        self.fade_s = next(iter(self._fading.values()))
 
-    def _update(self, moved: list[Priced], now: float) -> None:
-        """New columns; these profiles go to the end of those that fade."""
-        live, fading = self.live.copy(), self._fading
-        for priced in moved:
-            live[:, self._places[priced.terms[0]]] = priced.terms[2:]
-            fading[priced] = now + REFRESH_S
-            fading.move_to_end(priced)
-        self.live = live
-        self.fade_s = next(iter(fading.values()))
+    def _renew(self, priced: Priced, now: float) -> None:
+        """Its column; and it goes to the end of those that fade."""
+        self._write(priced)
+        due_s, fading = now + REFRESH_S, self._fading
+        fading.pop(priced, None)
+        fading[priced] = due_s
+        if due_s < self.fade_s:
+            self.fade_s = due_s
+
+    def _write(self, priced: Priced) -> None:
+        every = self._next
+        wire, encode_fixed, encode_each, decode_fixed, decode_each = self._places[priced.name]
+        (
+            _,
+            _,
+            every[wire],
+            every[encode_fixed],
+            every[encode_each],
+            every[decode_fixed],
+            every[decode_each],
+        ) = priced.terms

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from kvserve_core.registry import Registry, default_registry
 from kvserve_core.spec import KVSpec, Region
 from kvserve_core.stages import Fusion
 from kvserve_core.tensor import TORCH, Encoded, Part, Quantized
-from kvserve_core.wire import FrameHeader, Segment
+from kvserve_core.wire import Buffer, FrameHeader, Segment
 
 CPU = torch.device("cpu")
 
@@ -49,6 +51,7 @@ class Decoder:
         Raises:
             FrameError: a segment is not what its region and chain call for; the destination is untouched.
         """
+        batch = _uploaded(batch, self._device) if self._device.type == "cuda" else batch
         unpacked = [self._unpack(segment) for segment in batch]
         together = self._fusable(batch, unpacked)
         codes: dict[tuple[int, int], Tensor] = {}
@@ -173,6 +176,35 @@ class Decoder:
         if x.shape != shape or x.dtype != TORCH[plane.dtype]:
             raise FrameError(f"decoded to {tuple(x.shape)}, expected {shape}", at)
         return x
+
+
+def _uploaded(batch: Sequence[Segment], device: torch.device) -> list[Segment]:
+    """The segments with bodies on a GPU; pinned ones are not copied on the host before."""
+    found, kept = [], []
+    for segment in batch:
+        body = segment.body
+        if not isinstance(body, Tensor):
+            host = _tensor(body)
+            host = host if host.is_pinned() else host.pin_memory()
+            kept.append(host)
+            body = host.to(device, non_blocking=True)
+        found.append(replace(segment, body=body))
+    if kept:
+        torch.cuda.current_stream(device).synchronize()  # before pinned memory is used again
+    return found
+
+
+def _tensor(body: Buffer) -> Tensor:
+    if not len(body):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(body, np.uint8)) if not memoryview(body).readonly else _copied(body)
+
+
+def _copied(body: Buffer) -> Tensor:
+    """torch takes no read-only memory."""
+    host = torch.empty(len(body), dtype=torch.uint8, pin_memory=True)
+    host.numpy()[:] = np.frombuffer(body, np.uint8)
+    return host
 
 
 def _located(error: Exception, at: Region) -> FrameError:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.component import ComponentSpec, Kind
 from kvserve_core.controller import Controller
-from kvserve_core.errors import ConfigError, KVServeError, UnavailableComponentError
+from kvserve_core.errors import ConfigError, KVServeError, UnavailableComponentError, did_you_mean
 from kvserve_core.feasible import known_profiles
 from kvserve_core.handshake import negotiate
 from kvserve_core.host_codec import runs_on
@@ -36,6 +36,8 @@ from kvserve_core.workload import WorkloadClassifier, workload_of
 CPU = torch.device("cpu")
 PORTABLE = ("cpu", "cuda")
 FAULT_ENV = "KVSERVE_FAULT"
+FAULTS = ("", "zero")
+"""Failures that a consumer can be told to inject; none where it is empty."""
 log = logging.getLogger(__name__)
 
 
@@ -102,6 +104,8 @@ class Deployment:
             self.registry.create("policy", s.policy, "policy"),
             min_quality=s.min_quality,
             prior_bandwidth=s.bandwidth,
+            priors=s.priors,
+            chunk_bytes=s.chunk_bytes,
             fingerprint=self.kv.fingerprint,
             allow_unprofiled=s.allow_unprofiled,
             self_test=self._self_test,
@@ -120,8 +124,8 @@ class Deployment:
             log.warning("the self-test failed, cautious speeds are assumed: %s", error)
             return []
 
-    def pipelines(self, shard: Shard, device: torch.device = CPU) -> dict[str, Pipeline]:
-        """Every profile that can encode on this rank, by name; the others go to ``refused`` and the log.
+    def pipelines(self, shard: Shard, device: torch.device = CPU, *, store: bool = False) -> dict[str, Pipeline]:
+        """Every profile that can encode here; the others go to ``refused`` and the log. store: cells are keys there.
 
         Raises:
             KVServeError: not even ``raw`` can.
@@ -129,7 +133,7 @@ class Deployment:
         built: dict[str, Pipeline] = {}
         for profile in known_profiles(self.library):  # not the controller's: a worker has no use for one
             try:
-                built[profile.name] = self.pipeline(profile, shard, device)
+                built[profile.name] = self.pipeline(profile if store else profile.on(device.type), shard, device)
             except KVServeError as error:
                 if profile.name == RAW:
                     raise
@@ -241,6 +245,7 @@ class Deployment:
             lease_s=s.lease,
             published_bytes_max=s.published_bytes_max,
             counters=self.counters,
+            **self._on(next((p.device for p in pipelines.values()), CPU)),
         )
 
     def consumer(
@@ -252,8 +257,15 @@ class Deployment:
         everyone: Sequence[Shard] | None = None,
         link: str = "default",
     ) -> Consumer:
-        """The consuming session of a rank. With ``KVSERVE_FAULT=zero`` it writes zeros: a test's negative control."""
-        if os.environ.get(FAULT_ENV) == "zero":
+        """The consuming session of a rank. With ``KVSERVE_FAULT=zero`` it writes zeros: a test's negative control.
+
+        Raises:
+            ConfigError: ``KVSERVE_FAULT`` names another fault, so that a control would not control.
+        """
+        fault = os.environ.get(FAULT_ENV, "")
+        if fault not in FAULTS:
+            raise ConfigError(did_you_mean(fault, FAULTS, "fault"), FAULT_ENV)
+        if fault == "zero":
             log.warning("%s=zero: every KV cache that is loaded is replaced by zeros", FAULT_ENV)
             scatter = _zeroing(scatter, self.kv)
         return Consumer(
@@ -267,7 +279,11 @@ class Deployment:
             everyone=everyone,
             link=link,
             counters=self.counters,
+            **self._on(device),
         )
+
+    def _on(self, device: torch.device) -> dict[str, int]:
+        return self.settings.gpu.model_dump() if device.type == "cuda" else {}
 
     def close(self) -> None:
         """Close the transports; sessions are closed by who made them, before."""

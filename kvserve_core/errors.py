@@ -80,12 +80,16 @@ class Unacceptable(KVServeError):
     def __init__(self, stages: Iterable[str], detail: str = "") -> None:
         self.stages = tuple(stages)
         self.detail = detail
-        other_model = all(stage.startswith("model:") for stage in self.stages)
-        advice = "load the same weights" if other_model else "install the same components and libraries"
+        advice = "load the same weights" if self.other_model else "install the same components and libraries"
         super().__init__(
             f"the consumer cannot read {', '.join(map(repr, self.stages))}{': ' + detail if detail else ''};"
             f" {advice} on both sides"
         )
+
+    @property
+    def other_model(self) -> bool:
+        """Whether the two sides serve different models, so that no profile at all would do."""
+        return all(stage.startswith("model:") for stage in self.stages)
 
     def __reduce__(self) -> tuple[type[Unacceptable], tuple[tuple[str, ...], str]]:
         return type(self), (self.stages, self.detail)

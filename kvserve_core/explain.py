@@ -66,7 +66,7 @@ def _left_out(decision: Decision, feasible: Sequence[Priced], form: Form) -> Ite
 
 def _why(priced: Priced, raw: Priced, decision: Decision, form: Form) -> str:
     """Where it would beat raw: told by Theorem 6.1, which is about stages one after another."""
-    limit = threshold(priced.line(decision.context.nbytes), raw.line(decision.context.nbytes))
+    limit = threshold(priced.line(decision.context.nbytes, form), raw.line(decision.context.nbytes, form))
     if form.chunk_bytes or limit > decision.bandwidth:
         return "slower than those above"
     return f"no benefit, pays below {format_bandwidth(limit)}" if limit else "no benefit at any bandwidth"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf, nan
 from typing import NamedTuple
 
-from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
+from kvserve_core.bandwidth import MAX_BYTES, MAX_NAME, MAX_SECONDS
 from kvserve_core.errors import ConfigError, did_you_mean
 from kvserve_core.library import LOSSLESS_PROFILE, RAW_PROFILE, Profile, ProfileLibrary
 from kvserve_core.policy import LOSSLESS, RAW, ServiceContext
@@ -50,8 +50,11 @@ def check_request(request: Request) -> None:
     """Refuse a kind of request that cannot be.
 
     Raises:
-        ConfigError: the quality floor is not from 0 to 1, or the intent is unknown.
+        ConfigError: the quality floor is not from 0 to 1, the intent is unknown, or the workload's name too long to be
+            kept.
     """
+    if len(request.workload) > MAX_NAME:
+        raise ConfigError(f"a name of {len(request.workload)} characters; expected at most {MAX_NAME}", "workload")
     if request.min_quality is not None:
         check_quality(request.min_quality)
     if request.intent not in INTENTS:

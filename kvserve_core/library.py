@@ -15,7 +15,7 @@ from kvserve_core.component import ComponentSpec, Kind, config_error
 from kvserve_core.errors import ConfigError
 from kvserve_core.latency import Line, Speed, latency_line
 from kvserve_core.policy import LOSSLESS, RAW
-from kvserve_core.profile import LOSSLESS_PIPELINE, RAW_PIPELINE, Chain, PipelineSpec
+from kvserve_core.profile import GPU_CUT, LOSSLESS_PIPELINE, RAW_PIPELINE, Chain, PipelineSpec
 
 SCHEMA_VERSION = 1
 DEFAULT_WORKLOAD = "default"
@@ -92,6 +92,12 @@ class Profile(_Model):
     def quality_for(self, workload: str) -> QualityRecord | None:
         """The record of a workload, else that of ``default``, else None."""
         return self.quality.get(workload) or self.quality.get(DEFAULT_WORKLOAD)
+
+    def on(self, device: str) -> Profile:
+        """The same where it is encoded on ``device``: the built-in pipelines are cut for a GPU."""
+        if not self.exact or device != "cuda":
+            return self
+        return self.model_copy(update={"pipeline": self.pipeline.model_copy(update=GPU_CUT)})
 
     @property
     def worst_quality(self) -> float:

@@ -20,11 +20,10 @@ import numpy as np
 
 from kvserve_core.costs import Costs
 from kvserve_core.explain import Explainer
-from kvserve_core.overlap import Floats, Form
+from kvserve_core.overlap import SEQUENTIAL, Floats, Form
 from kvserve_core.policy import Candidate
 from kvserve_core.pricing import Priced
 
-SEQUENTIAL = Form()
 _latency = attrgetter("latency_s")
 KEPT_S = 10.0
 MAX_SIDES = 1024
@@ -44,7 +43,7 @@ class Menu:
     Those named in ``always`` are offered at every bandwidth.
     """
 
-    __slots__ = ("_always", "_barred", "_costs", "_form", "_places", "_sides", "explain", "items", "rejected")
+    __slots__ = ("_always", "_barred", "_costs", "_places", "_sides", "explain", "form", "items", "rejected")
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class Menu:
         self.items = tuple(item for item in items if item)
         self.rejected = tuple(rejected)
         self._costs = costs
-        self._form = form
+        self.form = form
         self._places = [item or self.items[0] for item in items]
         self._barred = None if all(items) else np.array([0.0 if item else inf for item in items])
         self._sides: dict[tuple[int, int], tuple[int, int, float]] = {}
@@ -68,24 +67,24 @@ class Menu:
     def near(self, nbytes: float, bandwidth: float, now: float) -> list[Item]:
         """The optimum at this point, its neighbours on the envelope, the runner-up, and what is always offered."""
         raw_s = min(nbytes / bandwidth, _MOST_S)
-        latency, slope = self._form.lines(self._costs.live, nbytes, raw_s)
+        latency, slope = self.form.lines(self._costs.live, nbytes, raw_s)
         if self._barred is not None:
             latency = latency + self._barred
         best = int(latency.argmin())
-        sides = self._sides.get((best, frexp(nbytes)[1]))
+        place = (best, frexp(nbytes)[1])
+        sides = self._sides.get(place)
         if sides is None or now >= sides[2]:
-            sides = self._look_aside(latency, slope, best, nbytes, raw_s, now)
+            sides = self._look_aside(latency, slope, place, raw_s, now)
         latency[best] = inf
         found = (best, int(latency.argmin()), sides[0], sides[1], *self._always)
-        return [self._places[i] for i in dict.fromkeys(found)]
+        return [*map(self._places.__getitem__, dict.fromkeys(found))]
 
     def _look_aside(
-        self, latency: Floats, slope: Floats, best: int, nbytes: float, raw_s: float, now: float
+        self, latency: Floats, slope: Floats, place: tuple[int, int], raw_s: float, now: float
     ) -> tuple[int, int, float]:
         if len(self._sides) >= MAX_SIDES:
             self._sides = {}
-        sides = (*neighbours(latency, slope, best, raw_s), now + KEPT_S)
-        self._sides[best, frexp(nbytes)[1]] = sides
+        self._sides[place] = sides = (*neighbours(latency, slope, place[0], raw_s), now + KEPT_S)
         return sides
 
 
@@ -109,7 +108,7 @@ def price(
 ) -> tuple[Candidate, ...]:
     """Exact estimates (eq. 1) at the live costs, fastest first; equal ones in the order of the menu."""
     raw_s = nbytes / bandwidth
-    sequential = form.chunk_bytes is None
+    sequential = form == SEQUENTIAL
     candidates = []
     for priced, quality in items:
         name, cr, wire, encode_fixed, encode_each, decode_fixed, decode_each = priced.terms

@@ -10,7 +10,8 @@ class Counters:
     """Named sums. ``add`` is thread-safe; ``snapshot`` is a copy.
 
     Names in use: ``raw_bytes``, ``wire_bytes``, ``transfers``, ``failures``, and for the rungs of the ladder
-    ``fallback_raw`` (segments) and ``fallback_recompute`` (fetches).
+    ``fallback_codec`` (fetches of what this side cannot decode), ``fallback_raw`` (segments) and
+    ``fallback_recompute`` (fetches).
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,8 @@ class ModelTime:
 class LoadDecision:
     """Whether to load a cached prefix or to compute it anew.
 
-    tokens: the prefix's. load_s, recompute_s: what each takes; the latter None while no prefill was observed.
+    tokens: the prefix's. load_s, recompute_s: what each takes; the former inf for what may not be loaded, the latter
+    None while no prefill was observed.
     pays_from: tokens from which loading is faster at these speeds, inf for never. load: the decision behind load_s.
     """
 
@@ -99,6 +100,11 @@ class LoadDecision:
     recompute_s: float | None
     pays_from: float
     load: Decision
+
+
+def cannot_load(tokens: int, reason: str, load: Decision, recompute_s: float | None) -> LoadDecision:
+    """Computing is all that is left."""
+    return LoadDecision("recompute", f"it may not be loaded: {reason}", tokens, inf, recompute_s, inf, load)
 
 
 def weigh(

@@ -10,25 +10,34 @@ Over x = 1/B that is two lines: up to the x at which the transfer becomes the sl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+_FIVE = Struct("5d").pack
+"""Floats as bytes for numpy, which takes them in sooner than from a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """``chunk_bytes``: original bytes that go through encode, transfer and decode at a time; None: all of V."""
+    """``chunk_bytes``: original bytes that go through encode, transfer and decode at a time; None: all of V.
+
+    stored: what is reckoned is reading from a store, for which nobody waits while it is encoded.
+    """
 
     chunk_bytes: float | None = None
+    stored: bool = False
 
     def chunks(self, nbytes: float) -> float:
         """n of V bytes, at least 1; a last chunk that is not full counts as the share that it is."""
         return max(1.0, nbytes / self.chunk_bytes) if self.chunk_bytes else 1.0
 
     def seconds(self, encode_s: float, transfer_s: float, decode_s: float, nbytes: float) -> float:
-        """All stages together, without T_model."""
+        """All stages that are waited for together, without T_model."""
+        if self.stored:
+            encode_s = 0.0
         whole = encode_s + transfer_s + decode_s
         if not self.chunk_bytes:
             return whole
@@ -41,10 +50,17 @@ class Form:
         costs: ``[5, P]``, bytes on the wire, encoding fixed and per byte, decoding fixed and per byte.
         """
         if not self.chunk_bytes:
-            whole: Floats = np.array([raw_s, 1.0, nbytes, 1.0, nbytes]).dot(costs)
+            each = (raw_s, 0.0, 0.0, 1.0, nbytes) if self.stored else (raw_s, 1.0, nbytes, 1.0, nbytes)
+            whole: Floats = np.frombuffer(_FIVE(*each)).dot(costs)
             return whole, costs[0]
         wire, encode_s, decode_s = costs[0], costs[1] + costs[2] * nbytes, costs[3] + costs[4] * nbytes
+        if self.stored:
+            encode_s = np.zeros_like(decode_s)
         return _overlapped(wire, encode_s, wire * raw_s, decode_s, self.chunks(nbytes))
+
+
+SEQUENTIAL = Form()
+"""Stages one after another, all of them waited for."""
 
 
 def _overlapped(

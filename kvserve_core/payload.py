@@ -7,12 +7,14 @@ width and coded size. body holds the tensors, then the streams, each 16-byte ali
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 
 import msgspec
 import torch
 from torch import Tensor
 
+from kvserve_core.bodies import Body
 from kvserve_core.errors import FrameError
 from kvserve_core.spec import DType, Region
 from kvserve_core.tensor import TORCH, Params, Part, dtype_of
@@ -59,19 +61,49 @@ def pack(stages: Sequence[Params], parts: Sequence[Part], blobs: Sequence[Buffer
 
     The body is padded to 64 bytes here, so that sealing it needs no copy.
     """
-    pieces: list[Buffer] = []
-    stage_meta = []
-    for params in stages:
-        stage_meta.append(tuple(ParamMeta(n, dtype_of(p), tuple(p.shape)) for n, p in params.items()))
-        pieces += [as_bytes(p.cpu().contiguous()) for p in params.values()]
-    part_meta = []
-    for part, blob in zip(parts, blobs, strict=True):
-        data = as_bytes(part.codes.cpu()) if blob is None else blob
-        width = part.codes.element_size()
-        row = PartMeta(part.codes.numel(), part.alphabet, part.rows, width, len(data), blob is not None, part.table)
-        part_meta.append(row)
-        pieces.append(data)
-    return msgspec.msgpack.encode(Meta(tuple(stage_meta), tuple(part_meta))), _join(pieces)
+    pieces: list[Buffer] = [as_bytes(p.cpu().contiguous()) for params in stages for p in params.values()]
+    data = [as_bytes(p.codes.cpu()) if b is None else b for p, b in zip(parts, blobs, strict=True)]
+    meta = pack_meta(stages, parts, [len(d) for d in data], [b is not None for b in blobs])
+    return meta, _join(pieces + data)
+
+
+def pack_meta(stages: Sequence[Params], parts: Sequence[Part], sizes: Sequence[int], coded: Sequence[bool]) -> bytes:
+    """``meta``. sizes: bytes of each part in the body."""
+    stage_meta = [tuple(ParamMeta(n, dtype_of(p), tuple(p.shape)) for n, p in params.items()) for params in stages]
+    part_meta = [
+        PartMeta(p.codes.numel(), p.alphabet, p.rows, p.codes.element_size(), size, c, p.table)
+        for p, size, c in zip(parts, sizes, coded, strict=True)
+    ]
+    return msgspec.msgpack.encode(Meta(tuple(stage_meta), tuple(part_meta)))
+
+
+def body_bytes(pieces: Sequence[Tensor]) -> int:
+    """How long the body of these pieces is, padding included."""
+    size = sum(_room(p) for p in pieces)
+    return size + padding(size)
+
+
+def bodies_on_device(segments: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
+    """The bodies of segments from their pieces in order, as slices of one buffer on ``device``; zeros between.
+
+    Pieces elsewhere are copied there. Nothing waits.
+    """
+    ends = list(accumulate(map(body_bytes, segments)))
+    room = torch.zeros(ends[-1] if ends else 0, dtype=torch.uint8, device=device)
+    places, flat = [], []
+    for begin, pieces in zip([0, *ends], segments, strict=False):
+        for p in pieces:
+            flat.append(p.to(device, non_blocking=True).contiguous().reshape(-1).view(torch.uint8))
+            places.append(room[begin : begin + flat[-1].numel()])
+            begin += _room(p)
+    if flat:
+        torch._foreach_copy_(places, flat)
+    return [room[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _room(x: Tensor) -> int:
+    size = x.numel() * x.element_size()
+    return size + padding(size, PIECE_ALIGN)
 
 
 def _join(pieces: Sequence[Buffer]) -> bytearray:
@@ -87,18 +119,19 @@ def _join(pieces: Sequence[Buffer]) -> bytearray:
 class Unpacked:
     """The parameters of each stage, and each stream as (description, bytes). Copied: the sender's buffer is free.
 
-    ``raw_bytes``: original bytes of the region ``at``; what may be allocated is bounded by it.
+    ``raw_bytes``: original bytes of the region ``at``; what may be allocated is bounded by it. A body on a device is
+    not copied: it is the receiver's own. Bytes between its pieces mean nothing and are not looked at.
 
     Raises:
         FrameError: metadata that is malformed, out of bounds or at odds with the body.
     """
 
-    def __init__(self, meta: bytes, body: Buffer, raw_bytes: int, at: Region) -> None:
+    def __init__(self, meta: bytes, body: Body, raw_bytes: int, at: Region) -> None:
         if raw_bytes > MAX_SEGMENT_BYTES:
             raise FrameError(f"a segment of {raw_bytes} original bytes, at most {MAX_SEGMENT_BYTES} are taken", at)
         parsed = parse_meta(meta, at)
         _check_bounds(parsed, 4 * raw_bytes + 4096, at)
-        self._body = bytearray(body)
+        self._body = body if isinstance(body, Tensor) else bytearray(body)
         self._offset = 0
         self.at = at
         self.stages = [{p.name: self._tensor(p) for p in stage} for stage in parsed.stages]
@@ -106,17 +139,21 @@ class Unpacked:
         self.blobs = [self._take(p.nbytes) for p in parsed.parts]
         if self._offset + padding(self._offset) != len(self._body):
             raise FrameError(f"{len(self._body)} bytes, the metadata describes {self._offset}", at)
-        if any(self._body[self._offset :]):
-            raise FrameError("padding set", at)
+        self._require_zeros(self._offset, len(self._body))
+
+    def _require_zeros(self, start: int, stop: int) -> None:
+        if not isinstance(self._body, Tensor) and any(self._body[start:stop]):
+            raise FrameError("padding set", self.at)
 
     def _take(self, nbytes: int) -> Tensor:
         start, stop = self._offset, self._offset + nbytes
         end = stop + padding(stop, PIECE_ALIGN)
         if end > len(self._body):
             raise FrameError(f"a stream ends at byte {stop} of {len(self._body)}", self.at)
-        if any(self._body[stop:end]):
-            raise FrameError("padding set", self.at)
+        self._require_zeros(stop, end)
         self._offset = end
+        if isinstance(self._body, Tensor):
+            return self._body[start:stop]
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._body, dtype=torch.uint8, count=nbytes, offset=start)

@@ -20,14 +20,13 @@ from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.chains import ChainSet
 from kvserve_core.errors import EscapeSegment, KVServeError, UnsupportedSpecError
 from kvserve_core.launched import Draft, Launched, Settled
-from kvserve_core.payload import as_bytes, pack
-from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits, Lane, Planned, lanes, plan, planes_of
-from kvserve_core.profile import LOSSLESS_PLANES, PipelineSpec
+from kvserve_core.payload import as_bytes, bodies_on_device, body_bytes, pack, pack_meta
+from kvserve_core.plan import RAW_CHAIN_ID, ChainTraits, Lane, Planned, check_size, lanes, plan, planes_of
+from kvserve_core.profile import LOSSLESS_PLANES, RAW_CHAIN, PipelineSpec
 from kvserve_core.registry import Registry, default_registry
 from kvserve_core.spec import MAX_TOKENS, KVSpec, Plane, Region, Shard
 from kvserve_core.wire import (
     MAX_META,
-    MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
     FrameHeader,
     Segment,
@@ -47,11 +46,12 @@ class Pipeline:
     def __init__(self, spec: PipelineSpec, kv: KVSpec, shard: Shard, chains: ChainSet, ids: dict[Plane, int]) -> None:
         self.spec, self.kv, self.shard = spec, kv, shard
         self._chains, self._ids = chains, ids
+        self._plain = {i for name, i in ids.items() if spec.chain_for(name) == RAW_CHAIN}
         self._lanes = lanes(spec, kv, shard, self._traits)
         if not self._lanes:
             raise UnsupportedSpecError(f"this rank's layers {shard.layers} hold nothing of the model")
         for lane in self._lanes:
-            _check_size(spec, lane)
+            check_size(spec, lane)
             chains.bound(lane.chain.id, Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, 0, 1))
             chains.bound(RAW_CHAIN_ID, Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, 0, 1))
         places = [Region(a.group.id, a.plane.name, a.layers, a.heads, 0, 1) for a in self._lanes]
@@ -97,6 +97,11 @@ class Pipeline:
     def chains(self) -> tuple[tuple[str, ...], ...]:
         """``("transform:hadamard@1", "quantizer:uniform@1", "codec:zstd@1")`` per chain, for negotiation."""
         return tuple(info.stages for info in self._infos)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it encodes."""
+        return self._chains.device
 
     @property
     def used_artefacts(self) -> frozenset[str]:
@@ -155,12 +160,14 @@ class Pipeline:
             artefacts=tuple(sorted(self.used_artefacts)),
         )
 
-    def encode(self, batch: Sequence[tuple[Planned, Tensor]]) -> list[Segment]:
+    def encode(self, batch: Sequence[tuple[Planned, Tensor]], on_device: bool = False) -> list[Segment]:
         """Compress tensors ``[L, H, T, D]`` of the plane's dtype. :meth:`launch` and ``finish`` in one."""
-        return self.launch(batch).finish()
+        return self.launch(batch).finish(on_device)
 
     def launch(self, batch: Sequence[tuple[Planned, Tensor]]) -> Launched:
         """Queue T, Q and C for a batch on the current stream, without a synchronisation on a GPU."""
+        if self._plain:  # as chain 0 at once, not as what a chain that does not pay falls back to
+            batch = [(replace(p, chain=RAW_CHAIN_ID) if p.chain in self._plain else p, x) for p, x in batch]
         return self._launch(self._drafts(batch))
 
     def _launch(self, drafts: list[Draft]) -> Launched:
@@ -235,10 +242,32 @@ class Pipeline:
         ]
         blobs = [as_bytes(s) if c else None for s, c in zip(streams, settled.coded, strict=True)]
         meta, body = pack(stages, parts, blobs)
-        raw_bytes = draft.x.numel() * draft.x.element_size()
-        if planned.chain == RAW_CHAIN_ID or (len(meta) + len(body) < raw_bytes and len(meta) <= MAX_META):
+        if planned.chain == RAW_CHAIN_ID or (len(meta) + len(body) < draft.x.nbytes and len(meta) <= MAX_META):
             return Segment(planned.index, planned.at, planned.chain, meta, body)
         return self.raw(planned, draft.x)
+
+    def placed(self, settled: Sequence[Settled]) -> list[Segment]:
+        """As :meth:`packed`, with bodies on the device: slices of one buffer."""
+        chosen = [self._smaller(s) for s in settled]
+        bodies = bodies_on_device([s.data for _, s in chosen], self.device)
+        places = [s.draft.planned for _, s in chosen]
+        return [
+            Segment(p.index, p.at, p.chain, meta, body)
+            for p, (meta, _), body in zip(places, chosen, bodies, strict=True)
+        ]
+
+    def _smaller(self, s: Settled) -> tuple[bytes, Settled]:
+        """A settled segment with its metadata, or the same raw where that is no larger."""
+        draft = s.draft
+        meta = pack_meta(draft.stages, draft.parts, [x.nbytes for x in s.streams], s.coded)
+        raw = draft.planned.chain == RAW_CHAIN_ID
+        if raw or (len(meta) + body_bytes(s.data) < draft.x.nbytes and len(meta) <= MAX_META):
+            return meta, s
+        stages, quantized = self._chains.bound(RAW_CHAIN_ID, draft.planned.at).quantize(draft.x, draft.planned.at)
+        planned = replace(draft.planned, chain=RAW_CHAIN_ID)
+        plain = Draft(planned, draft.x, stages, quantized.parts, (), None)
+        data = [v for params in stages for v in params.values()] + [p.codes for p in quantized.parts]
+        return self._smaller(Settled(plain, [False] * len(quantized.parts), data))
 
     def raw(self, planned: Planned, x: Tensor) -> Segment:
         """The segment as it is in the cache."""
@@ -252,17 +281,6 @@ def _extent(lane: Lane, total: int, start: int) -> Region:
     start = max(start, total - lane.group.window) if lane.group.window else start
     stop = 1 if state else total
     return Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, 0 if state else start, stop)
-
-
-def _check_size(spec: PipelineSpec, lane: Lane) -> None:
-    tokens = 1 if lane.group.unit == "state" else spec.segment_tokens
-    elements = len(lane.layers) * len(lane.heads) * tokens * lane.plane.dim
-    if elements * lane.plane.dtype.itemsize > MAX_SEGMENT_BYTES:
-        raise UnsupportedSpecError(
-            f"a segment of plane {lane.plane.name!r} would hold {elements * lane.plane.dtype.itemsize} original bytes,"
-            f" at most {MAX_SEGMENT_BYTES} are taken; use a smaller 'layer_block' or 'segment_tokens'",
-            "layer_block",
-        )
 
 
 def _finite(x: Tensor) -> Tensor:

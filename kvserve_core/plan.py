@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvserve_core.errors import UnsupportedSpecError
 from kvserve_core.profile import PipelineSpec
 from kvserve_core.spec import COMPOSITE, KVSpec, LayerGroup, Plane, PlaneSpec, Region, Shard, cells
+from kvserve_core.wire import MAX_SEGMENT_BYTES
 
 RAW_CHAIN_ID = 0
 
@@ -157,3 +158,19 @@ def _runs(spec: PipelineSpec, lane: Lane, cell: range, total: int) -> Iterator[t
 
 def _region(lane: Lane, tokens: range) -> Region:
     return Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, tokens.start, tokens.stop)
+
+
+def check_size(spec: PipelineSpec, lane: Lane) -> None:
+    """Refuse segments that no decoder takes.
+
+    Raises:
+        UnsupportedSpecError: more original bytes than a segment may hold.
+    """
+    tokens = 1 if lane.group.unit == "state" else spec.segment_tokens
+    elements = len(lane.layers) * len(lane.heads) * tokens * lane.plane.dim
+    if elements * lane.plane.dtype.itemsize > MAX_SEGMENT_BYTES:
+        raise UnsupportedSpecError(
+            f"a segment of plane {lane.plane.name!r} would hold {elements * lane.plane.dtype.itemsize} original bytes,"
+            f" at most {MAX_SEGMENT_BYTES} are taken; use a smaller 'layer_block' or 'segment_tokens'",
+            "layer_block",
+        )

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -120,7 +120,10 @@ class Outcome:
 
     def judged(self, spent_s: float, expected_s: float) -> Outcome:
         """The same with these two."""
-        return _with(self, spent_s=spent_s, expected_s=expected_s)
+        values = self.__dict__.copy()
+        values["spent_s"] = spent_s
+        values["expected_s"] = expected_s
+        return _made(Outcome, values)
 
 
 def joined(parts: Sequence[Outcome]) -> Outcome:
@@ -143,8 +146,12 @@ Value = TypeVar("Value", ServiceContext, Outcome)
 
 def _with(value: Value, **changes: object) -> Value:
     """``dataclasses.replace``, several times as fast: nothing is checked, as nothing here has a ``__post_init__``."""
-    made = object.__new__(type(value))
-    made.__dict__.update(value.__dict__, **changes)
+    return _made(type(value), {**value.__dict__, **changes})
+
+
+def _made(kind: type[Value], values: dict[str, Any]) -> Value:
+    made = object.__new__(kind)
+    object.__setattr__(made, "__dict__", values)
     return made
 
 
@@ -153,6 +160,7 @@ class Policy(ABC):
 
     clock: seconds that never fall, for policies that keep time. It is :func:`time.monotonic` until a controller starts
     the policy, and then the controller's own, which in a simulation is the simulated time.
+    rehearsal: True in a simulation, before it is started: nothing may be written that outlives the policy.
     """
 
     Config: ClassVar[type[ComponentConfig]] = ComponentConfig
@@ -162,6 +170,7 @@ class Policy(ABC):
     """Profiles that must be among the candidates wherever they are feasible, on the envelope or not."""
 
     clock: Callable[[], float]
+    rehearsal: bool = False
 
     def __init__(self, config: ComponentConfig) -> None:
         self.config = config

@@ -7,12 +7,12 @@ figure is soon outweighed. Unless new observations keep it, it fades to 1, what 
 
 from __future__ import annotations
 
-from math import exp, log
+from math import exp, inf, log
 
 from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
 from kvserve_core.latency import Line, Speed
 from kvserve_core.library import Profile
-from kvserve_core.overlap import Form
+from kvserve_core.overlap import SEQUENTIAL, Form
 from kvserve_core.policy import Outcome
 
 ALPHA = 0.2
@@ -28,6 +28,8 @@ SURPRISE = 1.5
 ESTABLISHED = 5
 """Samples from which it is."""
 _SURPRISE = log(SURPRISE)
+_FEW = 1.0 / ALPHA
+"""Samples below which the mean of all of them weighs a new one more than ``ALPHA`` does."""
 _FADING = log(2.0) / HALF_LIFE_S
 _TAME, _WILD = 1e-3, 1e3
 """Corrections beyond these factors are not believed."""
@@ -92,7 +94,9 @@ def spent(outcome: Outcome, form: Form) -> float:
         return outcome.total_s or form.seconds(
             outcome.encode_s, outcome.transfer_s, outcome.decode_s, outcome.raw_bytes
         )
-    return outcome.encode_s + max(outcome.total_s, outcome.transfer_s + outcome.decode_s)
+    encode_s = 0.0 if form.stored else outcome.encode_s
+    consumer_s, parts_s = outcome.total_s, outcome.transfer_s + outcome.decode_s
+    return encode_s + (consumer_s if consumer_s > parts_s else parts_s)
 
 
 def _clamped(sample: float) -> float:
@@ -105,89 +109,88 @@ class Correction:
     ``factor`` is as of the latest ``fold`` or ``fade``.
     """
 
-    __slots__ = ("_learned", "_off", "_rest", "_samples", "_seen_s", "factor")
+    __slots__ = ("_state", "factor")
 
     def __init__(self, rest: float = 0.0, samples: int = 1) -> None:
-        self._rest = self._learned = rest
-        self._samples = samples
-        self._seen_s: float | None = None
-        self._off = 0
+        self._state = (samples, rest, 0, inf, rest)
+        """Samples, what was learned, which way the last one was off, when it was seen, and the rest."""
         self.factor = exp(rest)
 
-    @property
-    def seen(self) -> bool:
-        """Whether there is anything to go by."""
-        return self._samples > 0
-
-    def fold(self, sample: float, now: float) -> None:
+    def fold(self, sample: float, now: float) -> float:
         """Take a factor in. It replaces what has faded, so that seldom observations are not drawn to the library."""
-        self._samples += 1
-        weight = max(ALPHA, 1.0 / self._samples, 1.0 - self._kept(now))
-        change = (log(sample) if _TAME <= sample <= _WILD else _clamped(sample)) - self._learned
-        off = (change > _SURPRISE) - (change < -_SURPRISE)
-        if off and self._samples > ESTABLISHED and weight <= 0.5:
-            weight, change = (0.5, change) if off == self._off else (weight, off * _SURPRISE)
-        self._off = off
-        self._learned += weight * change
-        self._seen_s = now
-        self.factor = exp(self._learned)
+        samples, learned, off, seen_s, rest = self._state
+        samples += 1
+        weight = 1.0 / samples if samples < _FEW else ALPHA
+        if now > seen_s and (faded := 1.0 - exp((seen_s - now) * _FADING)) > weight:
+            weight = faded
+        change = (log(sample) if _TAME <= sample <= _WILD else _clamped(sample)) - learned
+        if -_SURPRISE <= change <= _SURPRISE:
+            off = 0
+        else:
+            before, off = off, 1 if change > 0 else -1
+            if samples > ESTABLISHED and weight <= 0.5:
+                weight, change = (0.5, change) if off == before else (weight, off * _SURPRISE)
+        learned += weight * change
+        self._state = (samples, learned, off, now, rest)
+        self.factor = factor = exp(learned)
+        return factor
 
-    def fade(self, now: float) -> None:
-        """Bring ``factor`` up to date where nothing new was seen."""
-        if self._seen_s is not None:
-            self.factor = exp(self._rest + (self._learned - self._rest) * self._kept(now))
-
-    def _kept(self, now: float) -> float:
-        """Share of what was learned that still counts."""
-        if self._seen_s is None or now <= self._seen_s:
-            return 1.0
-        return exp((self._seen_s - now) * _FADING)
+    def fade(self, now: float) -> float | None:
+        """Bring ``factor`` up to date where nothing new was seen; None where nothing ever was."""
+        _, learned, _, seen_s, rest = self._state
+        if seen_s == inf:
+            return None
+        kept = exp((seen_s - now) * _FADING) if now > seen_s else 1.0
+        self.factor = factor = exp(rest + (learned - rest) * kept)
+        return factor
 
 
 class StagePrice:
-    """A speed with its correction. A stage said to be free takes the first observation as its speed."""
+    """A speed with its correction. A stage said to be free takes the first observation as its speed.
 
-    __slots__ = ("_correction", "_each_s", "_fixed_s")
+    fixed_s, each_s: corrected, whatever the size and per byte, as of the latest ``observe`` or ``fade``.
+    """
+
+    __slots__ = ("_correction", "_each_s", "_fixed_s", "each_s", "fixed_s")
 
     def __init__(self, base: Speed) -> None:
         free = base.seconds(1) <= 0
         self._fixed_s, self._each_s = (0.0, _FREE) if free else (base.fixed_s, base.s_per_byte)
         self._correction = Correction(-log(_WILD), 0) if free else Correction()
-
-    def speed(self) -> tuple[float, float]:
-        """Corrected: seconds whatever the size, and seconds per byte."""
-        if not self._correction.seen:
-            return 0.0, 0.0
-        factor = self._correction.factor
-        return self._fixed_s * factor, self._each_s * factor
+        self.fixed_s, self.each_s = (0.0, 0.0) if free else (base.fixed_s, base.s_per_byte)
 
     def observe(self, nbytes: float, seconds: float, now: float) -> None:
         """``seconds`` for ``nbytes`` original bytes; 0 means not measured."""
         if nbytes > 0 and seconds > 0:
-            self._correction.fold(seconds / (self._fixed_s + self._each_s * nbytes), now)
+            fixed_s, each_s = self._fixed_s, self._each_s
+            factor = self._correction.fold(seconds / (fixed_s + each_s * nbytes), now)
+            self.fixed_s, self.each_s = fixed_s * factor, each_s * factor
         else:
-            self._correction.fade(now)
+            self.fade(now)
 
     def fade(self, now: float) -> None:
-        """See :meth:`Correction.fade`."""
-        self._correction.fade(now)
+        """See :meth:`Correction.fade`; what was never seen has nothing to fade."""
+        factor = self._correction.fade(now)
+        if factor is not None:
+            self.fixed_s, self.each_s = self._fixed_s * factor, self._each_s * factor
 
 
 class Priced:
     """A profile with live costs. ``terms`` is replaced whole, so that a reader never sees half an update."""
 
-    __slots__ = ("_decode", "_encode", "_wire", "profile", "terms")
+    __slots__ = ("_cr", "_decode", "_encode", "_wire", "name", "profile", "terms")
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
+        self.name, self._cr = profile.name, profile.cr
         self._encode = StagePrice(profile.encode)
         self._decode = StagePrice(profile.decode)
         self._wire = Correction()
         self.terms = self._terms()
 
     def _terms(self) -> Terms:
-        cr = self.profile.cr / self._wire.factor
-        return (self.profile.name, cr, 1.0 / cr, *self._encode.speed(), *self._decode.speed())
+        cr, encode, decode = self._cr / self._wire.factor, self._encode, self._decode
+        return (self.name, cr, 1.0 / cr, encode.fixed_s, encode.each_s, decode.fixed_s, decode.each_s)
 
     def costs(self, nbytes: float) -> tuple[float, float, float]:
         """Seconds of encoding, seconds of decoding, bytes on the wire."""
@@ -203,10 +206,10 @@ class Priced:
             decode_s = decode_s if outcome.decode_s or outcome.total_s else 0.0
         return form.seconds(encode_s, wire * nbytes / bandwidth, decode_s, nbytes)
 
-    def line(self, nbytes: float) -> Line:
-        """Eq. 1 at the live costs, without T_model."""
+    def line(self, nbytes: float, form: Form = SEQUENTIAL) -> Line:
+        """Eq. 1 at the live costs, without T_model, of stages one after another."""
         encode_s, decode_s, wire = self.costs(nbytes)
-        return Line(encode_s + decode_s, wire)
+        return Line(decode_s if form.stored else encode_s + decode_s, wire)
 
     def observe(self, outcome: Outcome, nbytes: float, now: float) -> None:
         """Learn from a transfer.
@@ -218,16 +221,20 @@ class Priced:
         raw_bytes, wire_bytes = outcome.raw_bytes, outcome.wire_bytes
         whole = raw_bytes >= WHOLE * nbytes
         if whole and raw_bytes >= MIN_RATIO_BYTES and wire_bytes > 0:
-            self._wire.fold(min(wire_bytes / raw_bytes, _LARGEST_WIRE) * self.profile.cr, now)
+            sent = wire_bytes / raw_bytes
+            self._wire.fold((sent if sent < _LARGEST_WIRE else _LARGEST_WIRE) * self._cr, now)
         else:
             self._wire.fade(now)
         decoded = raw_bytes if whole else max(raw_bytes, wire_bytes * self.terms[1])
-        self._encode.observe(max(nbytes, raw_bytes), outcome.encode_s, now)
-        self._decode.observe(decoded, outcome.decode_s, now)
-        self.terms = self._terms()
+        encode, decode = self._encode, self._decode
+        encode.observe(nbytes if nbytes > raw_bytes else raw_bytes, outcome.encode_s, now)
+        decode.observe(decoded, outcome.decode_s, now)
+        cr = self._cr / self._wire.factor
+        self.terms = (self.name, cr, 1.0 / cr, encode.fixed_s, encode.each_s, decode.fixed_s, decode.each_s)
 
     def refresh(self, now: float) -> None:
         """Costs as they have faded at ``now``."""
-        for each in (self._encode, self._decode, self._wire):
-            each.fade(now)
+        self._encode.fade(now)
+        self._decode.fade(now)
+        self._wire.fade(now)
         self.terms = self._terms()

@@ -87,3 +87,5 @@ RAW_PIPELINE = PipelineSpec(
     planes={"*": RAW_CHAIN, "rope": RAW_CHAIN, "opaque": RAW_CHAIN}, sink_tokens=0, layer_block=EXACT_LAYER_BLOCK
 )
 LOSSLESS_PIPELINE = PipelineSpec(planes={"*": LOSSLESS_CHAIN}, sink_tokens=0, layer_block=EXACT_LAYER_BLOCK)
+GPU_CUT = {"segment_tokens": 2048, "layer_block": 32}
+"""Of these two on a GPU: a segment costs the host as much time as a GPU takes for tens of MB."""

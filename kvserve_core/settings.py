@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from kvserve_core.component import ComponentSpec, config_error
 from kvserve_core.errors import ConfigError, did_you_mean
 from kvserve_core.json_text import parsed
+from kvserve_core.settings_tables import GpuSettings, PeerSettings, TransportSettings
 from kvserve_core.units import Bandwidth, Duration, Size
 from kvserve_core.wire import VERSION
 
@@ -48,43 +49,20 @@ def _written(version: str) -> str:
 
 WRITES = ".".join(map(str, VERSION))
 """The frame version that producers write."""
+Speed = Annotated[Bandwidth, Field(gt=0)]
+"""Of a link, above 0."""
 WireVersion = Annotated[str, AfterValidator(_written)]
 """A frame version that this kvserve can write."""
-
-
-class PeerSettings(BaseModel):
-    """What is assumed of a consumer that is not known when its cache is encoded."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    accept: Literal["portable", "any"] = Field("portable", description="formats to write for unknown consumers")
-    """``portable``: formats that decode on CPU and on CUDA. ``any``: all that is installed here."""
-
-
-class TransportSettings(BaseModel):
-    """``name`` picks the transport; each table ``[transport.<name>]`` is that component's configuration."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-    __pydantic_extra__: dict[str, dict[str, Any]]
-    name: str = Field("tcp", min_length=1, description="the transport that is used")
-
-    def spec(self, name: str = "") -> ComponentSpec:
-        """The chosen transport with its table, as the registry creates it."""
-        name = name or self.name
-        return ComponentSpec(name=name, configuration=self.tables.get(name, {}))
-
-    @property
-    def tables(self) -> dict[str, dict[str, Any]]:
-        """Configuration tables by transport."""
-        return dict(self.__pydantic_extra__ or {})
 
 
 class Settings(BaseModel):
     """Everything a deployment can set.
 
     The core reads ``library``, ``policy`` and ``transport`` itself (``kvserve doctor`` checks them), and has parameters
-    that ``min_quality``, ``bandwidth``, ``workload``, ``classifier`` and ``allow_unprofiled`` go to: the controller's
-    and a context's. Engine adapters read the others and act on them: ``wire_compat``, ``peers.accept``, ``slo``,
-    ``deadline``, ``lease``, ``published_bytes_max`` and ``lossy_prefix_cache``.
+    that ``min_quality``, ``bandwidth``, ``priors``, ``chunk_bytes``, ``workload``, ``classifier`` and
+    ``allow_unprofiled`` go to: the controller's and a context's. Engine adapters read the others and act on them:
+    ``wire_compat``, ``peers.accept``, ``slo``, ``deadline``, ``lease``, ``published_bytes_max``, ``gpu`` and
+    ``lossy_prefix_cache``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -92,6 +70,10 @@ class Settings(BaseModel):
     min_quality: float = Field(0.99, ge=0, le=1, description="lowest quality a profile may have, as a lower bound")
     slo: Duration = Field(2.0, description="latency budget of a request up to its first token")
     bandwidth: Bandwidth = Field(1.25e9, gt=0, description="link speed assumed until transfers were measured")
+    priors: dict[str, Speed] = Field({}, description="the same of single links, a table by their names")
+    chunk_bytes: Size | None = Field(
+        None, gt=0, description="original bytes that are encoded, sent and decoded at a time; all at once"
+    )
     policy: ComponentSpec = Field(ComponentSpec(name="analytic"), description="how a profile is picked")
     workload: str = Field("default", min_length=1, description="whose quality and ratio records apply")
     classifier: ComponentSpec | None = Field(None, description="names the workload of requests that do not, e.g. rules")
@@ -102,6 +84,7 @@ class Settings(BaseModel):
         "forbid", description="whether an engine's prefix cache may hand lossy KV to other requests"
     )
     published_bytes_max: Size = Field(4 * 2**30, gt=0, description="host memory for published segments")
+    gpu: GpuSettings = Field(GpuSettings(), description="what coding takes of a GPU")
     lease: Duration = Field(30.0, gt=0, description="how long a published transfer is held without renewal")
     deadline: Duration = Field(30.0, gt=0, description="longest wait for a peer")
     wire_compat: WireVersion | None = Field(None, description="newest frame version to write")
@@ -258,8 +241,9 @@ def _reserved(name: str) -> bool:
 def _is_setting(keys: list[str]) -> bool:
     if keys[0] not in Settings.model_fields or not all(keys):
         return False
-    nested = {"transport": (1, 2, 3), "peers": (1, 2), "policy": (1, 2, 3)}.get(keys[0], (1,))
-    known = {"peers": PeerSettings.model_fields, "policy": ComponentSpec.model_fields}.get(keys[0])
+    nested = {"transport": (1, 2, 3), "peers": (1, 2), "gpu": (1, 2), "policy": (1, 2, 3)}.get(keys[0], (1,))
+    tables: dict[str, type[BaseModel]] = {"peers": PeerSettings, "gpu": GpuSettings, "policy": ComponentSpec}
+    known = tables[keys[0]].model_fields if keys[0] in tables else None
     return len(keys) in nested and (len(keys) == 1 or known is None or keys[1] in known)
 
 

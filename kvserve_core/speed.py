@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +20,17 @@ from kvserve_core.wire import Codebook
 
 LENGTHS = (64, 256, 768)
 REPEATS = 5
+Clock = Callable[[], float]
+"""Seconds since some moment."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds to encode and to decode one request of ``raw_bytes`` original bytes."""
+
+    raw_bytes: int
+    encode_s: float
+    decode_s: float
 
 
 def measure_speed(
@@ -27,38 +39,62 @@ def measure_speed(
     artefacts: Artefacts = NONE,
     lengths: Sequence[int] = LENGTHS,
     repeats: int = REPEATS,
+    clock: Clock = time.perf_counter,
 ) -> tuple[Speed, Speed]:
     """``(encode, decode)``: medians over ``repeats`` at each length, and a line through them.
 
     Encode counts gathering and sealing, decode counts verifying, as a producer and a consumer do.
     """
-    sizes: list[float] = []
-    encode: list[float] = []
-    decode: list[float] = []
+    return fitted(timings(pipeline, read, artefacts, lengths, repeats, clock))
+
+
+def timings(
+    pipeline: Pipeline,
+    read: Callable[[Region], Tensor],
+    artefacts: Artefacts = NONE,
+    lengths: Sequence[int] = LENGTHS,
+    repeats: int = REPEATS,
+    clock: Clock = time.perf_counter,
+) -> list[Timing]:
+    """``repeats`` of each length, after one that warms up.
+
+    clock: ``time.process_time`` leaves out what other processes take; only for one thread that waits for nothing.
+    """
+    found = []
     for total in lengths:
         header, _ = pipeline.header("speed", total, "measured")
         decoder = Decoder(header, pipeline.kv, artefacts=artefacts)
-        times = [_once(pipeline, read, total, decoder) for _ in range(repeats + 1)][1:]
-        sizes.append(float(header.raw_bytes))
-        encode.append(statistics.median(t[0] for t in times))
-        decode.append(statistics.median(t[1] for t in times))
-    return fit(sizes, encode), fit(sizes, decode)
+        found += [_once(pipeline, read, total, decoder, clock) for _ in range(repeats + 1)][1:]
+    return found
 
 
-def _once(pipeline: Pipeline, read: Callable[[Region], Tensor], total: int, decoder: Decoder) -> tuple[float, float]:
+def fitted(measured: Iterable[Timing]) -> tuple[Speed, Speed]:
+    """``(encode, decode)``: a line through the medians of equal sizes."""
+    by_size: dict[int, list[Timing]] = {}
+    for timing in measured:
+        by_size.setdefault(timing.raw_bytes, []).append(timing)
+    encode = [statistics.median(t.encode_s for t in same) for same in by_size.values()]
+    decode = [statistics.median(t.decode_s for t in same) for same in by_size.values()]
+    return fit(list(by_size), encode), fit(list(by_size), decode)
+
+
+def _once(pipeline: Pipeline, read: Callable[[Region], Tensor], total: int, decoder: Decoder, clock: Clock) -> Timing:
     header, planned = pipeline.header("speed", total, "measured")
     book = Codebook(header)
-    began = time.perf_counter()
+    began = clock()
     data = [(p, gather_region(lambda _, at: read(at), "", p.at)) for p in planned]
     sealed = [book.seal(segment) for segment in pipeline.encode(data)]
-    encoded = time.perf_counter()
+    encoded = clock()
     decoder.decode([book.unseal(s) for s in sealed])
-    return encoded - began, time.perf_counter() - encoded
+    return Timing(header.raw_bytes, encoded - began, clock() - encoded)
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Speed:
-    """Least squares of ``fixed + slope * size``, neither below 0."""
+    """Least squares of ``fixed + slope * size``; of a line through 0 where that gives a part below 0.
+
+    A time that falls with the size is noise, and a slope of 0 would promise any number of bytes in that time.
+    """
     slope, fixed = np.polyfit(sizes, seconds, 1)
-    if fixed < 0:
+    if fixed < 0 or slope <= 0:
         return Speed(0.0, float(np.dot(sizes, seconds) / np.dot(sizes, sizes)))
-    return Speed(float(fixed), max(0.0, float(slope)))
+    return Speed(float(fixed), float(slope))

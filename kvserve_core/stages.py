@@ -195,5 +195,6 @@ class Fusion(ABC):
     ) -> tuple[Sequence[Tensor], Tensor]:
         """``[L, H, T, D]`` in the plane's dtype, and a bool per segment on the device, as ``Fused.ok``.
 
-        Given are parameters, on the host, and streams: codes on the device, or with the codec coded bytes on the host.
+        Given are parameters and streams: codes on the device, or with the codec coded bytes. Parameters and coded bytes
+        lie where the transport left them, on the host or on the device.
         """

@@ -9,15 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import msgspec
 
+from kvserve_core.bodies import host_bytes, piece_hashes
 from kvserve_core.component import ComponentConfig
 from kvserve_core.peer import PeerInfo
 from kvserve_core.policy import Outcome
 from kvserve_core.spec import Region, Shard
 from kvserve_core.wire import FrameHeader, Sealed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -77,8 +81,8 @@ class DeliveryStats:
 
     nbytes: header and segments as received. seconds: from the request to the last byte, without the time in which
     the link had nothing left to bring because the consumer was busy elsewhere. waited_s: the part of seconds in which
-    nothing could be sent because the producer was still encoding. latency_s: the part until the header came, a round
-    trip that says nothing of the link's rate. ``link_s`` is what remains: time on the link.
+    the producer's host gave the link nothing, as it was still encoding. latency_s: the part until the header came, a
+    round trip that says nothing of the link's rate. ``link_s`` is what remains: time on the link.
     """
 
     nbytes: int = 0
@@ -126,7 +130,8 @@ class Released:
 class Transport(ABC):
     """Both ends of a way to move segments. One object may publish and fetch; all methods are thread-safe.
 
-    staging: ``host`` takes host bytes; ``device`` reads GPU memory. persistent: objects outlive the publisher.
+    staging: with ``host`` bodies of segments lie on the host, with ``device`` on the GPU that encoded them.
+    persistent: objects outlive the publisher.
     """
 
     Config: ClassVar[type[ComponentConfig]] = ComponentConfig
@@ -169,6 +174,11 @@ class Transport(ABC):
     def release(self, address: str, key: str, share: tuple[int, int], report: Outcome | None) -> None:
         """Consumer ``i`` of ``n`` is done with ``key``; the producer frees it once all n are. Never raises for a
         key that is gone."""
+
+    def piece_hashes(self, bodies: Sequence[Tensor]) -> Sequence[bytes]:
+        """Of bodies on a device, for their digests: see :func:`kvserve_core.bodies.piece_hashes`. These are complete on
+        return. A transport between GPUs hashes them there; here they are copied to the host."""
+        return [piece_hashes(host_bytes(body)) for body in bodies]
 
     def withdraw(self, key: str, reason: str) -> None:
         """Producer side: stop offering ``key``; fetches in flight fail with ``reason``."""

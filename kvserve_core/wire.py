@@ -10,15 +10,14 @@ import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
-from xxhash import xxh3_64_digest, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
+from kvserve_core.bodies import Body, host_bytes, piece_hashes, sealed_digest
+from kvserve_core.bodies import Buffer as Buffer
 from kvserve_core.errors import ConfigError, FrameError, IntegrityError, KVServeError
 from kvserve_core.spec import MAX_TOKENS, Region, Shard
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"kvserve\0"
 VERSION = (1, 0)
@@ -26,7 +25,6 @@ VERSION = (1, 0)
 READS = (1, 1)
 """Lowest and highest major version this version reads."""
 ALIGN = 64
-PIECE = 16 * 1024
 XXH3_PIECES = 1
 """Digest algorithm 1: xxh3-64 over the xxh3-64 of 16 KiB pieces."""
 MAX_HEADER = 3968
@@ -43,7 +41,6 @@ MAX_SEGMENT_BYTES = 2**28
 _PRELUDE = struct.Struct("<8sBBBBIBBHIQ")
 _DESCRIPTOR = struct.Struct("<IHBBHHHHIIIQI")
 _DIGEST = struct.Struct("<Q")
-_SEED_STEP = 0x9E3779B97F4A7C15
 _HASH = re.compile("[0-9a-f]{64}")
 PRELUDE_BYTES = _PRELUDE.size
 DESCRIPTOR_BYTES = _DESCRIPTOR.size + _DIGEST.size
@@ -80,22 +77,29 @@ class FrameHeader(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Segment:
-    """The unit on the wire: a region, the chain that coded it, its metadata (msgpack) and its bytes."""
+    """The unit on the wire: a region, the chain that coded it, its metadata (msgpack) and its bytes.
+
+    A body on a device has its padding already.
+    """
 
     index: int
     at: Region
     chain: int
     meta: bytes
-    body: Buffer
+    body: Body
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A segment as bytes: ``head`` (descriptor, metadata, padding) and ``body`` (with padding). Digest included."""
+    """A segment as bytes: ``head`` (descriptor, metadata, padding) and ``body`` (with padding). Digest included.
+
+    hashes: of the pieces of a body on a device, computed there by the receiving transport from what arrived.
+    """
 
     index: int
     head: Buffer
-    body: Buffer
+    body: Body
+    hashes: bytes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -209,8 +213,10 @@ class Codebook:
         self._layers = {p: i for i, p in enumerate(header.layer_blocks)}
         self._heads = {p: i for i, p in enumerate(header.head_groups)}
 
-    def seal(self, segment: Segment) -> Sealed:
+    def seal(self, segment: Segment, hashes: bytes | None = None) -> Sealed:
         """The bytes of a segment, with padding and digest. A body of a multiple of 64 bytes is not copied.
+
+        hashes: of the padded body's pieces (:func:`piece_hashes`), where they were computed on a device.
 
         Raises:
             FrameError: its region is not in the header's tables, or its metadata is too long.
@@ -227,18 +233,22 @@ class Codebook:
             len(meta), len(body), 0,
         )  # fmt: skip
         tail = meta + bytes(padding(DESCRIPTOR_BYTES + len(meta)))
-        padded = body if len(body) % ALIGN == 0 else b"".join((body, bytes(padding(len(body)))))
-        digest = _digest(self.header.nonce, segment.index, descriptor + tail, padded)
+        padded = body if len(body) % ALIGN == 0 else b"".join((host_bytes(body), bytes(padding(len(body)))))
+        hashes = piece_hashes(host_bytes(padded)) if hashes is None else hashes
+        digest = sealed_digest(self.header.nonce, segment.index, descriptor + tail, hashes)
         return Sealed(segment.index, descriptor + _DIGEST.pack(digest) + tail, padded)
 
     def unseal(self, sealed: Sealed, expect: Region | None = None) -> Segment:
         """The verified segment. ``expect``: the region it must be, where the reader knows.
 
+        The padding of a body on a device is not looked at: the digest covers it, and nobody reads it.
+
         Raises:
             FrameError: malformed, or another region than expected. IntegrityError: its digest does not match.
         """
         where = expect or f"segment {sealed.index}"
-        head, body = memoryview(sealed.head), memoryview(sealed.body)
+        head, body = memoryview(sealed.head), sealed.body
+        view = memoryview(body) if isinstance(body, Buffer) else None
         if len(head) < DESCRIPTOR_BYTES or len(head) % ALIGN or len(body) % ALIGN:
             raise FrameError(f"segment of {len(head)} + {len(body)} bytes", where)
         index, chain, plane, flags, group, layers, heads, zero, start, stop, meta_len, body_len, zero2 = (
@@ -251,16 +261,19 @@ class Codebook:
             raise FrameError("segment lengths do not match its bytes", where)
         (digest,) = _DIGEST.unpack_from(head, _DESCRIPTOR.size)
         signed = b"".join((head[: _DESCRIPTOR.size], head[DESCRIPTOR_BYTES:]))
-        if _digest(self.header.nonce, index, signed, body) != digest:
+        hashes = piece_hashes(host_bytes(body)) if sealed.hashes is None else sealed.hashes
+        if sealed_digest(self.header.nonce, index, signed, hashes) != digest:
             raise IntegrityError("digest mismatch; the bytes changed on the way", where)
-        if flags or zero or zero2 or any(head[end:]) or any(body[body_len:]):
+        padded = view is not None and any(view[body_len:])
+        if flags or zero or zero2 or any(head[end:]) or padded:
             raise FrameError("reserved bits or padding set", where)
         at = self.region(plane, group, layers, heads, start, stop, where)
         if expect is not None and at != expect:
             raise FrameError(f"the segment covers {at}", where)
         if chain >= len(self.header.chains):
             raise FrameError(f"chain {chain} of {len(self.header.chains)}", where)
-        return Segment(index, at, chain, bytes(head[DESCRIPTOR_BYTES:end]), body[:body_len])
+        kept = body[:body_len] if view is None else view[:body_len]
+        return Segment(index, at, chain, bytes(head[DESCRIPTOR_BYTES:end]), kept)
 
     def region(self, plane: int, group: int, layers: int, heads: int, start: int, stop: int, where: object) -> Region:
         """The region that a descriptor or a table entry codes.
@@ -274,17 +287,6 @@ class Codebook:
         if not start < stop <= max(1, h.num_tokens):
             raise FrameError(f"tokens {start}-{stop} of {h.num_tokens}", where)
         return Region(group, h.planes[plane], h.layer_blocks[layers], h.head_groups[heads], start, stop)
-
-
-def _digest(nonce: int, index: int, head: Buffer, body: Buffer) -> int:
-    """xxh3-64 over the hashes (8 bytes, big endian) of the head and of the body's 16 KiB pieces.
-
-    The seed holds nonce and index, so that a segment of another frame or place does not pass.
-    """
-    view = memoryview(body)
-    pieces = [view[i : i + PIECE] for i in range(0, len(view), PIECE)]
-    hashes = b"".join([xxh3_64_digest(head), *map(xxh3_64_digest, pieces)])
-    return xxh3_64_intdigest(hashes, (nonce + (index + 1) * _SEED_STEP) % 2**64)
 
 
 def tables(plan: Iterable[Region]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:

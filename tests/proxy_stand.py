@@ -29,7 +29,7 @@ class Served:
     def __init__(self, app: ASGIApp) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, interface="asgi3", log_level="error", ws="none", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
@@ -50,6 +50,7 @@ class Engine:
 
     fail: a status for completions, or None. fail_transfers: one for those with a locator only. cut: break the answer
     off after so many pieces. hold_s: before a completion is answered. gate: pieces wait for :meth:`let_go`.
+    hangs: health checks are not answered. describe_fails: a status for the question who it is, or None.
     """
 
     def __init__(self, *, pieces: int = 3, describes: bool = True) -> None:
@@ -61,6 +62,8 @@ class Engine:
         self.cut: int | None = None
         self.hold_s = self.piece_s = 0.0
         self.healthy = self.offers = True
+        self.hangs = False
+        self.describe_fails: int | None = None
         self.gate, self.gone, self.health_checks = False, 0, 0
         self.running = self.aborted = self.finished = 0
         self.app = Starlette(
@@ -79,6 +82,8 @@ class Engine:
 
     async def _health(self, request: Request) -> Response:
         self.health_checks += 1
+        while self.hangs:
+            await asyncio.sleep(0.01)
         return Response(status_code=200 if self.healthy else 503)
 
     async def _models(self, request: Request) -> Response:
@@ -94,6 +99,8 @@ class Engine:
         mine = params.get("kvserve", {})
         if mine.get("describe"):
             self.describe_calls += 1
+            if self.describe_fails:
+                return Response(status_code=self.describe_fails)
             return JSONResponse({"kv_transfer_params": {"kvserve": {"peer": PEER}} if self.describes else None})
         self.seen.append(body)
         self.headers.append(dict(request.headers))

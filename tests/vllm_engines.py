@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine is started. role: None for one without a connector."""
+    """How an engine is started. role: None for one without a connector. beside: further connectors, after ours."""
 
     model: Path
     role: str | None = None
@@ -52,6 +52,7 @@ class Setup:
     policy: str = "recompute"
     llm: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[Mapping[str, Any], ...] = ()
 
 
 class EngineProcess:
@@ -143,12 +144,11 @@ def _start(setup: Setup) -> Any:
         **setup.llm,
     }
     if setup.role is not None:
-        given["kv_transfer_config"] = KVTransferConfig(
-            **CONNECTOR,
-            kv_role=setup.role,
-            kv_connector_extra_config=dict(setup.extra),
-            kv_load_failure_policy=setup.policy,
-        )
+        common = {"kv_role": setup.role, "kv_load_failure_policy": setup.policy}
+        ours = {**CONNECTOR, **common, "kv_connector_extra_config": dict(setup.extra)}
+        several = {"connectors": [ours, *map(dict, setup.beside)]}
+        multi = {"kv_connector": "MultiConnector", **common, "kv_connector_extra_config": several}
+        given["kv_transfer_config"] = KVTransferConfig(**(multi if setup.beside else ours))
     return LLM(**given)
 
 
@@ -227,12 +227,17 @@ def worker_side(llm: Any) -> Any:
     """The worker half of the connector, in an engine of one rank."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group()._worker
+    return _ours(get_kv_transfer_group())._worker
 
 
 def scheduler_side(llm: Any) -> Any:
     """The scheduler half."""
-    return llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    return _ours(llm.llm_engine.engine_core.engine_core.scheduler.connector)._scheduler
+
+
+def _ours(connector: Any) -> Any:
+    """The connector itself, or the first of several."""
+    return getattr(connector, "_connectors", [connector])[0]
 
 
 def held(llm: Any) -> dict[str, int]:

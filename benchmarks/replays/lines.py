@@ -44,6 +44,20 @@ def line_error(x: Floats, y: Floats) -> float:
     return min(errors)
 
 
+def scale_error(fixed: Floats, each: Floats, y: Floats) -> tuple[float, float]:
+    """The smallest possible largest relative error of ``fixed + k each`` with k >= 0 at these points, and that k.
+
+    The error is a convex function of k, made of straight parts, that is lowest where two of them meet, or at k = 0.
+    """
+    base, slope = fixed / y - 1.0, each / y
+    tried = [0.0]
+    for i, j in combinations(range(len(y)), 2):
+        for sign in (1.0, -1.0):
+            if bend := slope[i] - sign * slope[j]:
+                tried.append(float((sign * base[j] - base[i]) / bend))
+    return min((float(np.abs(base + k * slope).max()), k) for k in tried if k >= 0.0)
+
+
 def bend_error(x: Floats, y: Floats, sign: int) -> tuple[float, tuple[int, int, int]]:
     """The smallest possible largest relative error of any convex (1) or concave (-1) function at these points.
 

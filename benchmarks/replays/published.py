@@ -1,4 +1,4 @@
-"""Figures 4, 13 and 14 against eq. 1: one line over 1/B for every method, with T_model common to all of a model.
+"""Figures 4 and 13 against eq. 1: one line over 1/B for every method, with T_model common to all of a model.
 
 A published figure gives latencies only, so the lines' parameters come from its points: relative least squares, every
 method weighted by how straight its own points are, under the condition that no two methods change places. Whether
@@ -13,12 +13,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from replays.bars import Result
-from replays.lines import Floats, bend_error, constrained, line_error
+from replays.lines import Floats, constrained, line_error
 from replays.reference import text
 
 NEAR = 0.05
@@ -142,42 +141,3 @@ def jct() -> tuple[Result, Result]:
         detail[model] = {"residual": each, "best line of BF16 alone": round(line_error(cells.x, cells.points[RAW]), 3)}
     note = {"note": "the published BF16 points rise faster than 1/B, so no line of eq. 1 passes through them"}
     return Result(wrong, 0, wrong == 0, note), Result(worst, NEAR, worst <= NEAR, detail)
-
-
-def ttft() -> tuple[Result, Result]:
-    """Fig. 14: pairs in the wrong order; and how near the KVServe rows any line could come, which is not enough."""
-    wrong, nearest, detail = 0, 0.0, {}
-    for dataset, cells in read("prefix_caching_ttft.csv", "Dateset").items():
-        fetched = {m: (cells.points[m] < cells.points[RAW]) | (m == RAW) for m in cells.points}
-        found = fit(cells, fetched)
-        for method, mine in fetched.items():
-            found[method] = np.where(mine, found[method], found[RAW])  # it recomputed, as the default does
-        wrong += inversions(cells, found)
-        nearest = max(nearest, line_error(cells.x, cells.points[OURS]))
-        detail[dataset] = {
-            "residual": {m: residuals(cells, found, m) for m in cells.points},
-            "recomputed at Gbps": {m: [f"{1 / x:.0f}" for x in cells.x[~mine]] for m, mine in fetched.items()},
-            **_limits(cells),
-        }
-    note = {"note": "where CacheGen recomputed, it is taken to"}
-    return Result(wrong, 0, wrong == 0, note), Result(round(nearest, 3), NEAR, nearest <= NEAR, detail)
-
-
-def _limits(cells: Cells) -> dict[str, Any]:
-    """What no function of a class can do better at the KVServe rows, and what BF16 says of the link: nothing.
-
-    Convex over 1/B is eq. 1 with any waiting that grows with the load (M/G/1, processor sharing); concave is the best
-    of any number of lines. Both errors are above the bar, so no parameters of either can meet it.
-    """
-    x, y, raw = cells.x, cells.points[OURS], cells.points[RAW]
-    through = y[0] + (y[-1] - y[0]) * (x - x[0]) / (x[-1] - x[0])
-    found: dict[str, Any] = {"nearest any line comes to KVServe": round(line_error(x, y), 3)}
-    for name, sign in (("convex", 1), ("concave", -1)):
-        error, where = bend_error(x, y, sign)
-        found[f"nearest any {name} curve comes"] = {
-            "error": round(error, 3),
-            "for the rows at Gbps": [round(1 / x[i]) for i in where],
-        }
-    found["line through the ends at the rows between"] = round(float(np.abs(through / y - 1).max()), 3)
-    found["BF16 moves by"] = round(float(np.ptp(raw) / raw.mean()), 3)
-    return found

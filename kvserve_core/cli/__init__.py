@@ -58,6 +58,10 @@ COMMANDS: dict[str, Command] = {
         "kvserve_core.cli.simulate:simulate",
         "Play a policy against arrivals, links of changing bandwidth, drifting speeds and noise.",
     ),
+    "probe": Command(
+        "kvserve_core.cli.probe:probe",
+        "Measure the link to another machine with the configured transport, for the settings 'bandwidth' and 'priors'.",
+    ),
     "demo": Command(
         "kvserve_hf.commands:demo",
         "Serve a real model from two processes over links of four speeds, compressed as the controller decides.",

@@ -22,7 +22,10 @@ FORMATS = {
     "lease": format_duration,
     "deadline": format_duration,
     "bandwidth": format_bandwidth,
+    "chunk_bytes": format_bytes,
+    "priors": format_bandwidth,
     "published_bytes_max": format_bytes,
+    "gpu.batch_bytes": format_bytes,
 }
 
 
@@ -61,11 +64,16 @@ def _rows(loaded: Loaded) -> list[dict[str, Any]]:
     ]
 
 
+def _shown(path: str, value: Any) -> str:
+    """With a unit, where it has one and is not left out; a prior is of the link that its path goes on with."""
+    name = "priors" if path.startswith("priors.") else path
+    return FORMATS[name](value) if name in FORMATS and isinstance(value, (int, float)) else str(value)
+
+
 def _print(found: list[checks.Check], settings: list[dict[str, Any]]) -> None:
     print_table("checks", ("check", "status", "detail"), [(c.name, c.status, c.detail) for c in found])
     cells = [
-        (row["path"], FORMATS.get(row["path"], str)(row["value"]), f"{row['origin']} {row['detail']}".strip())
-        for row in settings
+        (row["path"], _shown(row["path"], row["value"]), f"{row['origin']} {row['detail']}".strip()) for row in settings
     ]
     if cells:
         print_table("\nsettings", ("setting", "value", "from"), cells)

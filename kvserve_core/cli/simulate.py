@@ -13,7 +13,7 @@ from kvserve_core.cli.specs import component_spec
 from kvserve_core.component import ComponentSpec
 from kvserve_core.errors import ConfigError
 from kvserve_core.library import ProfileLibrary
-from kvserve_core.plots import pyplot
+from kvserve_core.plots import check, pyplot
 from kvserve_core.registry import default_registry
 from kvserve_core.simulate.plot import draw
 from kvserve_core.simulate.report import COLUMNS, report, rows
@@ -38,8 +38,10 @@ def simulate(
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy's name or its spec as JSON; repeat to compare. [analytic]")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds; from two on there are confidence bounds.")] = 5,
-    workers: Annotated[int, typer.Option(min=0, help="Processes; 0 for one a core.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=10_000, help="How many seeds; from two on there are confidence bounds.")
+    ] = 5,
+    workers: Annotated[int, typer.Option(min=0, max=1024, help="Processes; 0 for one a core.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Write a picture; needs matplotlib.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -51,17 +53,17 @@ def simulate(
     _every_tenant(given, _given(workload=workload, slo=slo, min_quality=min_quality))
     policies = _policies(policy or ["analytic"])
     if plot is not None:
-        pyplot()  # before the work, not after it
+        check(pyplot(), plot)  # before the work, not after it
     made = parse_scenario(given)
     prepared = world(made, ProfileLibrary.load(library) if library else None)
     done = play(prepared, policies, range(seeds), workers or os.cpu_count() or 1)
     found = report(made, done, range(seeds))
-    if plot is not None:
-        draw(done, plot)
     if as_json:
         print_json(found)
     else:
         print_table(f"{found['requests']} requests, {seeds} seeds", COLUMNS, rows(found))
+    if plot is not None:
+        draw(done, plot)  # last, so that what fails here costs nobody the figures
 
 
 def _given(**options: Any) -> dict[str, Any]:

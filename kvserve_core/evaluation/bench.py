@@ -13,14 +13,14 @@ from torch import Tensor
 from kvserve_core.errors import UnsupportedSpecError
 from kvserve_core.evaluation.engine import Engine, Progress, Roundtrip, TokenText, quiet
 from kvserve_core.evaluation.prompts import HeldPrompts
-from kvserve_core.evaluation.quality import Quality, TextQuality, compare
+from kvserve_core.evaluation.quality import Quality, TextQuality, compare_to, log_probabilities
 
 PROMPT_TOKENS = 768
 CONTINUATION_TOKENS = 192
 
 
 class Bench:
-    """Prefills each text once and keeps its KV and reference logits (40 MB a text at 49152 words); then measures."""
+    """Prefills each text once; keeps its KV and what it predicts (40 MB a text at 49152 words); then measures."""
 
     def __init__(
         self,
@@ -39,7 +39,8 @@ class Bench:
         self._rest = [t.ids[prompt_tokens:] for t in texts]
         self._held = HeldPrompts(engine, [t.ids[:prompt_tokens] for t in texts], progress)
         self._reference: list[Tensor] = [
-            engine.teacher_forced(key, rest) for key, rest in zip(self._held.keys, self._rest, strict=True)
+            log_probabilities(engine.teacher_forced(key, rest))
+            for key, rest in zip(self._held.keys, self._rest, strict=True)
         ]
 
     def run(self, roundtrip: Roundtrip, progress: Progress | None = None) -> Quality:
@@ -63,4 +64,4 @@ class Bench:
     def _one(self, i: int, roundtrip: Roundtrip) -> TextQuality:
         with self._held.restored(i, roundtrip) as key:
             tested = self._engine.teacher_forced(key, self._rest[i])
-        return compare(self._texts[i].name, self._reference[i], tested, self._rest[i])
+        return compare_to(self._texts[i].name, self._reference[i], tested, self._rest[i])

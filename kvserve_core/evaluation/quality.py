@@ -90,21 +90,31 @@ def compare(name: str, reference: Tensor, test: Tensor, ids: Sequence[int]) -> T
     Raises:
         UnsupportedSpecError: shapes differ, or there is nothing to compare.
     """
-    if reference.shape != test.shape or reference.ndim != 2 or len(ids) != len(reference) or len(ids) < 2:
+    return compare_to(name, log_probabilities(reference), test, ids)
+
+
+def compare_to(name: str, p: Tensor, test: Tensor, ids: Sequence[int]) -> TextQuality:
+    """:func:`compare` with :func:`log_probabilities` of the reference, which many comparisons can share."""
+    if p.shape != test.shape or p.ndim != 2 or len(ids) != len(p) or len(ids) < 2:
         raise UnsupportedSpecError(
-            f"text {name!r}: reference {tuple(reference.shape)}, test {tuple(test.shape)} and {len(ids)} tokens; give"
+            f"text {name!r}: reference {tuple(p.shape)}, test {tuple(test.shape)} and {len(ids)} tokens; give"
             " equal [T, V] with T tokens, T at least 2"
         )
-    p, q = torch.log_softmax(reference.float(), -1), torch.log_softmax(test.float(), -1)
+    q = log_probabilities(test)
     kl = max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))  # rounding can leave -1e-9 for equal logits
     top1 = float((p.argmax(-1) == q.argmax(-1)).float().mean())
     return TextQuality(name, kl, top1, nll(q, ids) - nll(p, ids), len(ids))
 
 
-def nll(log_probabilities: Tensor, ids: Sequence[int]) -> float:
-    """Mean negative log likelihood of ``ids[1:]`` under ``[T, V]``, nats per token."""
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Of logits ``[T, V]``, in float32."""
+    return torch.log_softmax(logits.float(), -1)
+
+
+def nll(log_p: Tensor, ids: Sequence[int]) -> float:
+    """Mean negative log likelihood of ``ids[1:]`` under log probabilities ``[T, V]``, nats per token."""
     targets = torch.tensor(list(ids[1:]))[:, None]
-    return -float(log_probabilities[:-1].gather(1, targets).mean())
+    return -float(log_p[:-1].gather(1, targets).mean())
 
 
 def interval(values: Sequence[float]) -> Interval:

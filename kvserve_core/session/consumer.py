@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.decoder import Decoder
-from kvserve_core.errors import ConfigError, IntegrityError, TransferCancelled
+from kvserve_core.errors import ConfigError, IntegrityError, TransferCancelled, Unacceptable
 from kvserve_core.handshake import peer_info
 from kvserve_core.metrics import Counters
 from kvserve_core.policy import Outcome
@@ -23,6 +23,7 @@ from kvserve_core.registry import Registry, default_registry
 from kvserve_core.session.coverage import Coverage, clip, cut
 from kvserve_core.session.events import Loaded, LoadFailed, Scatter, split_region
 from kvserve_core.session.fetching import Fetch, Leg
+from kvserve_core.session.lanes import Lane
 from kvserve_core.session.routing import route, share
 from kvserve_core.spec import KVSpec, Region, Shard
 from kvserve_core.transport import Delivery, Locator, Selection, Transport
@@ -31,6 +32,7 @@ from kvserve_core.wire import ChainInfo, Codebook, FrameHeader, Segment
 ConsumerEvent: TypeAlias = Loaded | LoadFailed
 CPU = torch.device("cpu")
 DECODERS_KEPT = 64
+WAIT_S = 0.0002
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +42,8 @@ class Consumer:
     transport_for: the transport that serves an address (by its scheme). everyone: the shards of all consumer ranks,
     so that producers know when the last one is done; default: the tensor-parallel ranks beside this one.
     link: under which name the producer keeps the goodput seen from here. threads: requests served at once; further
-    ones wait, within their deadline. batch_bytes: original bytes decoded in one call.
+    ones wait, within their deadline. batch_bytes: original bytes decoded in one call. sms: a GPU's multiprocessors that
+    decoding may use, 0 for all.
 
     Raises:
         ConfigError: ``everyone`` does not hold ``shard``.
@@ -60,6 +63,7 @@ class Consumer:
         link: str = "default",
         threads: int = 32,
         batch_bytes: int = 4 * 2**20,
+        sms: int = 0,
         counters: Counters | None = None,
     ) -> None:
         self._kv, self._shard, self._transport_for, self._scatter = kv, shard, transport_for, scatter
@@ -68,6 +72,7 @@ class Consumer:
         if shard not in self._everyone:
             raise ConfigError(f"'everyone' must hold the shard of this rank, {shard}")
         self._batch_bytes = batch_bytes
+        self._lane = Lane(device, sms)
         self.counters = counters or Counters()
         self.peer = peer_info(kv, shard, self._registry, artefacts, device, link)
         self._events: queue.SimpleQueue[ConsumerEvent] = queue.SimpleQueue()
@@ -79,6 +84,8 @@ class Consumer:
 
     def fetch(self, loc: Locator, tokens: range, deadline: float, *, name: str = "") -> None:
         """Start loading ``tokens`` of a transfer; the end of ``deadline`` (``time.monotonic()``) fails it.
+
+        On a GPU nothing is written before what the calling thread's stream has queued so far is done.
 
         name: what ``scatter``, ``cancel`` and events call it instead of the transfer id: several requests may load the
         same object of a store at once.
@@ -94,7 +101,8 @@ class Consumer:
             raise ConfigError(f"transfer {name!r} is already being fetched")
         if self._closed:
             raise TransferCancelled("this consumer is closed; create a new one")
-        job = Fetch(name, loc, tokens, deadline, Coverage(self._kv, self._shard, tokens, loc.num_tokens))
+        coverage = Coverage(self._kv, self._shard, tokens, loc.num_tokens)
+        job = Fetch(name, loc, tokens, deadline, coverage, self._lane.mark())
         self._active[name] = job
         self._pool.submit(self._run, job)
 
@@ -119,6 +127,12 @@ class Consumer:
                 events.append(self._events.get_nowait())
             except queue.Empty:
                 return events
+
+    def wait(self, seconds: float) -> None:
+        """Until :meth:`poll` has something to tell, at most so long: for an engine's thread with nothing else to do."""
+        end = time.monotonic() + seconds
+        while self._active and self._events.empty() and time.monotonic() < end:
+            time.sleep(WAIT_S)
 
     def close(self) -> None:
         """Cancel everything and stop the fetch threads."""
@@ -151,6 +165,8 @@ class Consumer:
         if error is None:
             self._events.put(Loaded(job.name, job.tokens, outcome))
         else:
+            if isinstance(error, Unacceptable) and not error.other_model:
+                self.counters.add("fallback_codec")
             self.counters.add("fallback_recompute")
             valid = job.coverage.valid()
             self._events.put(LoadFailed(job.name, job.tokens, valid, error, outcome))
@@ -165,17 +181,12 @@ class Consumer:
             self._receive(job, first)
         finally:
             failures = [f.exception() for f in running]
-            self._fence()
+            self._lane.wait()  # what was scattered is in place: any stream of the engine may read it from here on
         for failure in failures:
             if failure is not None:
                 raise failure
         job.check()
         job.coverage.require_complete()
-
-    def _fence(self) -> None:
-        """What was scattered is in place: on a GPU the engine's stream may read it from here on."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _receive(self, job: Fetch, index: int) -> None:
         job.check()
@@ -183,8 +194,10 @@ class Consumer:
         want = Selection(leg.regions, self.peer)
         delivery = self._transport_for(address).fetch(address, job.loc.transfer_id, want, job.deadline)
         leg.delivery = delivery
+        self._lane.after(job.mark)
         try:
-            self._take(job, leg, delivery)
+            with self._lane.work():
+                self._take(job, leg, delivery)
         finally:
             delivery.close()
             leg.wire_bytes, leg.transfer_s = delivery.stats.nbytes, delivery.stats.link_s

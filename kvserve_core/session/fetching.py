@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvserve_core.errors import FrameError, TransferCancelled, TransferTimeout
+from kvserve_core.errors import IntegrityError, TransferCancelled, TransferTimeout
 from kvserve_core.policy import Outcome
 from kvserve_core.session.coverage import Coverage
+from kvserve_core.session.events import Event
 from kvserve_core.spec import Region
 from kvserve_core.transport import Delivery, Locator
 from kvserve_core.wire import FrameHeader
@@ -29,13 +30,14 @@ class Leg:
 
 @dataclass
 class Fetch:
-    """One request in flight; legs by endpoint index. name: what the engine calls it."""
+    """One request in flight; legs by endpoint index. name: what the engine calls it. mark: the engine's work so far."""
 
     name: str
     loc: Locator
     tokens: range
     deadline: float
     coverage: Coverage
+    mark: Event | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     legs: dict[int, Leg] = field(default_factory=dict)
     _owner: threading.Lock = field(default_factory=threading.Lock)
@@ -52,14 +54,16 @@ class Fetch:
                 leg.delivery.close()
 
     def check_header(self, header: FrameHeader) -> None:
-        """The frame is the one that the locator names."""
+        """The frame is the one that the locator names; IntegrityError otherwise: a store holds what is wrong."""
         loc = self.loc
         if (header.transfer_id, header.num_tokens) != (loc.transfer_id, loc.num_tokens):
-            raise FrameError(
+            raise IntegrityError(
                 f"the frame is of transfer {header.transfer_id!r} with {header.num_tokens} tokens,"
                 f" expected {loc.transfer_id!r} with {loc.num_tokens}",
                 "header",
             )
+        if loc.profile and header.profile != loc.profile:  # who fetches relies on what the name says, loss above all
+            raise IntegrityError(f"the frame is of {header.profile!r}, the locator says {loc.profile!r}", "header")
 
     def check(self) -> None:
         """It may go on: raises TransferCancelled or TransferTimeout otherwise."""

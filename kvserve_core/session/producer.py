@@ -5,34 +5,30 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import Tensor
+import torch
 
 from kvserve_core.errors import (
     ConfigError,
-    KVServeError,
     TransportError,
     Unacceptable,
-    UnsupportedSpecError,
     did_you_mean,
 )
 from kvserve_core.metrics import Counters
 from kvserve_core.peer import PeerInfo, acceptable
 from kvserve_core.pipeline import Pipeline
-from kvserve_core.plan import RAW_CHAIN_ID, Planned
 from kvserve_core.policy import Decision, Outcome
 from kvserve_core.session.budget import Budget
-from kvserve_core.session.events import Event, Failed, Freed, Gather, gather_region
+from kvserve_core.session.encoding import Encoding
+from kvserve_core.session.events import Event, Failed, Freed, Gather
+from kvserve_core.session.lanes import Lane
 from kvserve_core.session.source import Source
-from kvserve_core.spec import Region
-from kvserve_core.tensor import TORCH
 from kvserve_core.transport import Endpoint, Released, Transport
-from kvserve_core.wire import Segment
 
+CPU = torch.device("cpu")
 log = logging.getLogger(__name__)
 ProducerEvent: TypeAlias = Freed | Failed | Outcome
 
@@ -47,7 +43,9 @@ class _Job:
 class Producer:
     """One per worker rank, with a transport of its own. No method waits for a peer or for encoding.
 
-    pipelines: by profile name. batch_bytes: original bytes encoded in one call. lease_s: how long consumers may take
+    pipelines: by profile name, all for one device. batch_bytes: original bytes encoded in one call; on a GPU the next
+    batch is queued before one is read back, so twice as much is held there. sms: a GPU's multiprocessors that encoding
+    may use, 0 for all. lease_s: how long consumers may take
     between two signs of life once everything is encoded. published_bytes_max: host bytes held for consumers; ``open``
     refuses what would not fit, so that the request is served another way.
     """
@@ -61,11 +59,13 @@ class Producer:
         lease_s: float = 30.0,
         batch_bytes: int = 32 * 2**20,
         published_bytes_max: int = 4 * 2**30,
+        sms: int = 0,
         counters: Counters | None = None,
     ) -> None:
-        self._pipelines, self._transport, self._gather = dict(pipelines), transport, gather
-        self._lease_s, self._batch_bytes = lease_s, batch_bytes
+        self._pipelines, self._transport, self._lease_s = dict(pipelines), transport, lease_s
+        self._lane = Lane(next((p.device for p in self._pipelines.values()), CPU), sms)
         self.counters = counters or Counters()
+        self._encoding = Encoding(gather, transport, self._lane, batch_bytes, self.counters)
         self.budget = Budget(published_bytes_max)
         self._closed = False
         self._lock = threading.Lock()
@@ -106,10 +106,13 @@ class Producer:
         return Endpoint(source.address, pipeline.shard)
 
     def ready(self, transfer_id: str, tokens: range, event: Event | None = None) -> None:
-        """``tokens`` are final in the engine's blocks (once ``event`` has fired). May come in any order and number."""
+        """``tokens`` are final in the engine's blocks once ``event`` has fired. May come in any order and number.
+
+        Without an event: once what the calling thread's stream has queued so far is done.
+        """
         source = self._sources.get(transfer_id)
         if source is not None:  # an aborted transfer's late tokens are nobody's business
-            self._jobs.put(_Job(source, tokens, event))
+            self._jobs.put(_Job(source, tokens, event or self._lane.mark()))
 
     def abort(self, transfer_id: str, reason: str) -> None:
         """Stop serving a transfer; consumers in flight fail with ``reason``."""
@@ -161,50 +164,9 @@ class Producer:
 
     def _encode(self, job: _Job) -> None:
         source = job.source
-        if job.event is not None:
-            job.event.synchronize()
-        for batch in self._batches(source, source.newly_final(job.tokens)):
-            if source.closed is not None:
-                return
-            started = time.perf_counter()
-            data = [(p, self._gathered(source, p.at)) for p in batch]
-            sealed = source.seal(self._segments(source.pipeline, data))
-            source.add(sealed, time.perf_counter() - started)
+        self._encoding.run(source, source.newly_final(job.tokens), job.event)
         if source.complete and source.closed is None:
             self._complete(source)
-
-    def _gathered(self, source: Source, at: Region) -> Tensor:
-        x = gather_region(self._gather, source.transfer_id, at)
-        plane = source.pipeline.kv.group(at.group).plane(at.plane)
-        shape = (len(at.layers), len(at.heads), at.num_tokens, plane.dim)
-        if x.shape != shape or x.dtype != TORCH[plane.dtype]:
-            raise UnsupportedSpecError(
-                f"gather gave {tuple(x.shape)} {x.dtype} for {at}, expected {shape} {TORCH[plane.dtype]} in the order"
-                " layer, head, token, dim"
-            )
-        return x
-
-    def _batches(self, source: Source, planned: Sequence[Planned]) -> list[list[Planned]]:
-        batches: list[list[Planned]] = []
-        room = 0
-        for p in planned:
-            size = source.pipeline.kv.nbytes(p.at)
-            if not batches or size > room:
-                batches.append([])
-                room = self._batch_bytes
-            batches[-1].append(p)
-            room -= size
-        return batches
-
-    def _segments(self, pipeline: Pipeline, data: list[tuple[Planned, Tensor]]) -> list[Segment]:
-        try:
-            segments = pipeline.encode(data)
-        except (KVServeError, RuntimeError, ValueError) as error:  # a codec failed: the same tokens, raw
-            log.warning("sending %d segments raw, their codec failed: %s", len(data), error)
-            segments = pipeline.encode([(replace(p, chain=RAW_CHAIN_ID), x) for p, x in data])
-        # What a stage refused, or what compressing would not make smaller.
-        self.counters.add("fallback_raw", sum(s.chain != p.chain for s, (p, _) in zip(segments, data, strict=True)))
-        return segments
 
     def _complete(self, source: Source) -> None:
         self.budget.settle(source.transfer_id, source.wire_bytes)

@@ -11,6 +11,7 @@ from kvserve_core.errors import ConfigError, FrameError, PeerLost, TransferTimeo
 from kvserve_core.pipeline import MAX_NAME, Pipeline
 from kvserve_core.plan import Planned
 from kvserve_core.policy import Outcome
+from kvserve_core.session.sealing import Hasher, seal_all
 from kvserve_core.spec import Region
 from kvserve_core.wire import Codebook, FrameHeader, Sealed, Segment
 
@@ -100,9 +101,9 @@ class Source:
         state = self.pipeline.kv.group(planned.at.group).unit == "state"
         return (self._total - 1) // grid if state else planned.at.start // grid
 
-    def seal(self, segments: Sequence[Segment]) -> list[Sealed]:
+    def seal(self, segments: Sequence[Segment], hasher: Hasher) -> list[Sealed]:
         """The segments as bytes with digests."""
-        return [self._codebook.seal(segment) for segment in segments]
+        return seal_all(self._codebook, segments, hasher)
 
     def add(self, sealed: Sequence[Sealed], encode_s: float) -> None:
         """Make segments available."""

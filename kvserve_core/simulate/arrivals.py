@@ -18,9 +18,10 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
 from kvserve_core.errors import ConfigError, did_you_mean
-from kvserve_core.simulate.scenario import Engine, Scenario, Tokens
-from kvserve_core.simulate.trace import Floats
+from kvserve_core.simulate.scenario import MAX_TOKENS, Engine, Scenario, Tokens
+from kvserve_core.simulate.trace import LONGEST_S, Floats
 
 Ints = NDArray[np.int64]
 REQUESTS = 10_000
@@ -57,6 +58,7 @@ def draw(scenario: Scenario, rng: Generator) -> Requests:
     arrival, tenant, tokens, output = _traffic(scenario, rng)
     count, engine, speeds = len(arrival), scenario.engine, scenario.speeds
     model_s = np.asarray(engine.prefill_fixed + engine.prefill_per_token * tokens, np.float64)
+    _check(int(tokens.max()), float(model_s.max()), engine)
     prefill_s = model_s * lognormal(rng, engine.prefill_noise, count)
     return Requests(
         tenant=_whole(tenant),
@@ -70,6 +72,17 @@ def draw(scenario: Scenario, rng: Generator) -> Requests:
         decode_noise=_column(lognormal(rng, speeds.noise, count)),
         ratio_noise=_column(lognormal(rng, speeds.ratio_noise, count)),
     )
+
+
+def _check(tokens: int, prefill_s: float, engine: Engine) -> None:
+    """Of the longest request."""
+    nbytes = tokens * engine.bytes_per_token
+    if nbytes > MAX_BYTES or prefill_s > MAX_SECONDS:
+        raise ConfigError(
+            f"a request of {tokens} tokens has {nbytes} bytes and {prefill_s:.3g} s of prefill; at most {MAX_BYTES}"
+            f" bytes and {MAX_SECONDS:.0f} s can be simulated",
+            "scenario.engine",
+        )
 
 
 def lognormal(rng: Generator, sigma: float, count: int) -> Floats:
@@ -118,7 +131,7 @@ def _read(path: Path, scenario: Scenario) -> tuple[Floats, Ints, Ints, Ints]:
     try:
         for number, row in enumerate(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))), 2):
             rows.append(_row(row, names, scenario, f"{path}, line {number}"))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot be read: {error}", str(path)) from error
     if not rows:
         raise ConfigError("has no rows", str(path))
@@ -136,9 +149,11 @@ def _row(row: dict[str, str], names: dict[str, int], scenario: Scenario, path: s
         time_s, tokens = float(row["time_s"]), int(row["tokens"])
         output = int(row.get("output_tokens") or output)
     except (KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"needs numbers in 'time_s' and 'tokens': {error}", path) from None
-    if not 0 <= time_s < float("inf") or tokens < 1 or output < 1:
-        raise ConfigError("time_s must be at least 0, tokens and output_tokens at least 1", path)
+        raise ConfigError(f"needs numbers in 'time_s' and 'tokens': {error!s:.200}", path) from None
+    if not (0 <= time_s <= LONGEST_S and 1 <= tokens <= MAX_TOKENS and 1 <= output <= MAX_TOKENS):
+        raise ConfigError(
+            f"time_s must be from 0 to {LONGEST_S:.0f}, both kinds of tokens from 1 to {MAX_TOKENS}", path
+        )
     return time_s, names[name], tokens, output
 
 

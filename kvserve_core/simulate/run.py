@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIG_DFL, SIG_IGN, SIGINT, signal
+from threading import current_thread, main_thread
 from time import perf_counter, process_time
 from typing import Any
 
@@ -14,7 +18,7 @@ from numpy.random import Generator, SeedSequence, default_rng
 
 from kvserve_core.component import ComponentSpec
 from kvserve_core.controller import Controller
-from kvserve_core.errors import ConfigError
+from kvserve_core.errors import ConfigError, KVServeError
 from kvserve_core.feasible import Filter
 from kvserve_core.library import ProfileLibrary
 from kvserve_core.policy import Policy
@@ -58,8 +62,9 @@ def _traces(path: Path) -> dict[str, Trace]:
 
 
 def build(given: World, policy: Policy, clock: Clock, kind: type[Controller] = Controller) -> Controller:
-    """The controller of a run, on the simulation's clock."""
+    """The controller of a run, on the simulation's clock; its policy writes nothing."""
     chosen = given.scenario
+    policy.rehearsal = True
     return kind(
         given.library, policy, min_quality=chosen.min_quality, prior_bandwidth=chosen.prior_bandwidth, clock=clock
     )
@@ -92,11 +97,40 @@ def simulate(
 ) -> dict[str, list[dict[str, Any]]]:
     """Every policy on every seed: summaries in order of ``seeds``, by the policy's name."""
     jobs = [(given, spec, seed) for spec in policies.values() for seed in seeds]
-    if workers <= 1 or len(jobs) == 1:
-        done = [one(*job) for job in jobs]
-    else:
-        spawn = multiprocessing.get_context("spawn")  # forking a process with threads may lock up
-        with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=spawn) as pool:
-            done = list(pool.map(one, *zip(*jobs, strict=True)))
+    done = [one(*job) for job in jobs] if workers <= 1 or len(jobs) == 1 else _in_processes(jobs, workers)
     each = iter(done)
     return {name: [next(each) for _ in seeds] for name in policies}
+
+
+def _in_processes(jobs: Sequence[tuple[World, ComponentSpec, int]], workers: int) -> list[dict[str, Any]]:
+    """All jobs; when this process is interrupted, the others are ended rather than waited for."""
+    spawn = multiprocessing.get_context("spawn")  # forking a process with threads may lock up
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(min(workers, len(jobs)), mp_context=spawn)
+    try:
+        with _interrupts_ignored():
+            done = pool.map(one, *zip(*jobs, strict=True))  # starts the processes, which inherit this
+        return list(done)
+    except BrokenProcessPool as error:
+        raise KVServeError(
+            f"a process of the simulation ended before it was done: {error}; try fewer workers"
+        ) from error
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C reaches every process of a terminal: the one that started the others decides what becomes of them."""
+    if current_thread() is not main_thread():  # signals are the main thread's business
+        yield
+        return
+    before = signal(SIGINT, SIG_IGN)
+    try:
+        yield
+    finally:
+        signal(SIGINT, SIG_DFL if before is None else before)

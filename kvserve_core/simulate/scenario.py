@@ -8,11 +8,23 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
 from kvserve_core.component import config_error
 from kvserve_core.errors import ConfigError
+from kvserve_core.feasible import MAX_FIGURE
 from kvserve_core.units import Bandwidth, Duration, Size
 
-Positive = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(ge=1e-9, le=1e9)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e9)]
+"""Requests a second."""
+Sigma = Annotated[float, Field(ge=0, le=5)]
+"""Of a log-normal factor."""
+Span = Annotated[Duration, Field(le=MAX_SECONDS)]
+LinkRate = Annotated[Bandwidth, Field(ge=1e-3, le=MAX_FIGURE)]
+MAX_TOKENS = 2**30
+"""Of one request. What that makes of bytes and of seconds is checked when requests are drawn."""
+MAX_REQUESTS = 100_000_000
+"""In memory at once."""
 
 
 class _Model(BaseModel):
@@ -27,33 +39,33 @@ class Link(_Model):
     """
 
     name: str = Field("default", min_length=1)
-    bandwidth: Bandwidth = Field(1.25e9, gt=0)
+    bandwidth: LinkRate = 1.25e9
     trace: Path | None = None
     shared: bool = True
-    overhead: Duration = 0.0005
+    overhead: Span = 0.0005
 
 
 class Tokens(_Model):
     """Prompt lengths: log-normal around a median, clipped. ``sigma`` 0 makes all of them the median."""
 
-    median: Positive = 4096
-    sigma: float = Field(0.8, ge=0)
-    low: int = Field(16, ge=1)
-    high: int = Field(131072, ge=1)
+    median: float = Field(4096, gt=0, le=MAX_TOKENS)
+    sigma: Sigma = 0.8
+    low: int = Field(16, ge=1, le=MAX_TOKENS)
+    high: int = Field(131072, ge=1, le=MAX_TOKENS)
 
 
 class Tenant(_Model):
     """One kind of traffic. ``share`` of all requests, by weight; ``slo`` bounds TTFT or JCT (``slo_kind``)."""
 
     name: str = Field("default", min_length=1)
-    share: Positive = 1.0
+    share: Weight = 1.0
     link: str = "default"
     workload: str = Field("default", min_length=1)
-    slo: Duration | None = None
+    slo: Span | None = None
     slo_kind: Literal["ttft", "jct"] = "ttft"
     min_quality: float | None = Field(None, ge=0, le=1)
     tokens: Tokens = Tokens()
-    output_tokens: int = Field(128, ge=1)
+    output_tokens: int = Field(128, ge=1, le=MAX_TOKENS)
 
 
 class Speeds(_Model):
@@ -63,22 +75,22 @@ class Speeds(_Model):
     phase)``, and by ``noise`` (log-normal, drawn for every request). ``ratio_noise`` does the same to the bytes sent.
     """
 
-    bias: float = Field(0.0, ge=0)
+    bias: Sigma = 0.0
     drift: float = Field(0.3, ge=0, lt=1)
-    drift_period: Duration = Field(120.0, gt=0)
-    noise: float = Field(0.1, ge=0)
-    ratio_noise: float = Field(0.02, ge=0)
+    drift_period: Span = Field(120.0, ge=1e-3)
+    noise: Sigma = 0.1
+    ratio_noise: Sigma = 0.02
 
 
 class Engine(_Model):
     """The engines around the transfer. Prefill is first come, first served on ``prefill_workers``; 0 never queues."""
 
-    bytes_per_token: Size = Field(57344, gt=0)
-    prefill_fixed: Duration = 0.01
-    prefill_per_token: Duration = 5e-5
-    prefill_noise: float = Field(0.05, ge=0)
-    prefill_workers: int = Field(8, ge=0)
-    decode_per_token: Duration = 0.02
+    bytes_per_token: Size = Field(57344, gt=0, le=MAX_BYTES)
+    prefill_fixed: Span = 0.01
+    prefill_per_token: Span = 5e-5
+    prefill_noise: Sigma = 0.05
+    prefill_workers: int = Field(8, ge=0, le=2**20)
+    decode_per_token: Span = 0.02
 
 
 class Scenario(_Model):
@@ -88,12 +100,12 @@ class Scenario(_Model):
     requests: how many, and of a CSV at most so many; None: 10,000, and all of a CSV.
     """
 
-    requests: int | None = Field(None, ge=1)
-    rate: Positive = 8.0
-    every: Duration | None = Field(None, gt=0)
+    requests: int | None = Field(None, ge=1, le=MAX_REQUESTS)
+    rate: Rate = 8.0
+    every: Span | None = Field(None, ge=1e-9)
     arrivals: Path | None = None
     min_quality: float = Field(0.99, ge=0, le=1)
-    prior_bandwidth: Bandwidth = Field(1.25e9, gt=0)
+    prior_bandwidth: LinkRate = 1.25e9
     links: tuple[Link, ...] = Field((Link(),), min_length=1)
     tenants: tuple[Tenant, ...] = Field((Tenant(),), min_length=1)
     speeds: Speeds = Speeds()

@@ -19,6 +19,10 @@ from kvserve_core.errors import ConfigError
 from kvserve_core.units import parse_bandwidth
 
 Floats = NDArray[np.float64]
+LONGEST_S = 1e9
+"""Of a trace, and of the time in which requests arrive: 30 years."""
+LEAST, MOST = 1e-3, 1e15
+"""Bytes/s of a link that is not down; within these no sum of a run loses its meaning."""
 COLUMNS = {"bandwidth": 0.0, "bandwidth_gbps": 1e9 / 8, "bandwidth_mbps": 1e6 / 8}
 """Columns that a trace may hold, and bytes/s in one of their units; the first takes text such as ``25Gbps``."""
 
@@ -83,10 +87,10 @@ def constant(rate: float) -> Trace:
 def _check(times: Sequence[float], rates: Sequence[float]) -> None:
     if not times or len(times) != len(rates):
         raise ConfigError(f"a trace needs as many times as rates, and at least one; got {len(times)} and {len(rates)}")
-    if times[0] != 0 or not all(a < b < float("inf") for a, b in pairwise(times)):
-        raise ConfigError("the times of a trace must begin at 0 and rise")
-    if not all(0 <= rate < float("inf") for rate in rates) or not any(rates):
-        raise ConfigError("the bandwidths of a trace must be finite, at least 0, and not all 0")
+    if times[0] != 0 or not all(a < b <= LONGEST_S for a, b in pairwise(times)):
+        raise ConfigError(f"the times of a trace must begin at 0 and rise, to at most {LONGEST_S:.0f} s")
+    if not all(rate == 0 or LEAST <= rate <= MOST for rate in rates) or not any(rates):
+        raise ConfigError(f"the bandwidths of a trace must be 0 or from {LEAST:g} to {MOST:g} bytes/s, not all 0")
 
 
 def read_traces(text: str, path: str = "trace") -> dict[str, Trace]:
@@ -98,10 +102,18 @@ def read_traces(text: str, path: str = "trace") -> dict[str, Trace]:
         ConfigError: a column is missing or a cell is not a number; it names the row.
     """
     reader = csv.DictReader(io.StringIO(text))
+    try:
+        return _traces(reader, path)
+    except csv.Error as error:  # a cell without end, among others
+        raise ConfigError(f"cannot be read: {error}", path) from error
+
+
+def _traces(reader: csv.DictReader[str], path: str) -> dict[str, Trace]:
     column = next((c for c in COLUMNS if c in (reader.fieldnames or ())), None)
     if column is None or "time_s" not in (reader.fieldnames or ()):
         wanted = ", ".join(COLUMNS)
-        raise ConfigError(f"needs the columns 'time_s' and one of {wanted}; it has {reader.fieldnames}", path)
+        has = f"{reader.fieldnames}"
+        raise ConfigError(f"needs the columns 'time_s' and one of {wanted}; it has {has:.200}", path)
     found: dict[str, tuple[list[float], list[float]]] = {}
     for number, row in enumerate(reader, 2):
         times, rates = found.setdefault(row.get("link") or "default", ([], []))
@@ -109,7 +121,7 @@ def read_traces(text: str, path: str = "trace") -> dict[str, Trace]:
             times.append(float(row["time_s"]))
             rates.append(_rate(row[column], COLUMNS[column]))
         except (ValueError, TypeError, ConfigError) as error:
-            raise ConfigError(f"line {number}: {error}", path) from None
+            raise ConfigError(f"line {number}: {error!s:.200}", path) from None
     if not found:
         raise ConfigError("has no rows", path)
     try:

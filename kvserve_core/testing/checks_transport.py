@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from kvserve_core.bodies import host_bytes
 from kvserve_core.errors import LeaseLost, TransportError, Unacceptable
 from kvserve_core.peer import PeerInfo
 from kvserve_core.policy import Outcome
@@ -97,12 +98,15 @@ def raises(kind: type[Exception], call: Callable[[], object], what: str) -> None
 def fetched(transport: Transport, address: str, key: str, want: Selection) -> dict[int, tuple[bytes, bytes]]:
     """Head and body of each segment that arrives, by index."""
     delivery = transport.fetch(address, key, want, deadline())
-    return {s.index: (bytes(s.head), bytes(s.body)) for s in delivery}
+    return {s.index: (bytes(s.head), bytes(host_bytes(s.body))) for s in delivery}
 
 
 def sent(source: Source, *indices: int) -> dict[int, tuple[bytes, bytes]]:
     """What should arrive."""
-    return {i: (bytes(source.sealed[i].head), bytes(source.sealed[i].body)) for i in indices or range(len(source.plan))}
+    return {
+        i: (bytes(source.sealed[i].head), bytes(host_bytes(source.sealed[i].body)))
+        for i in indices or range(len(source.plan))
+    }
 
 
 @check("transport")
@@ -115,7 +119,7 @@ def everything_arrives(subject: Subject) -> None:
             address = transport.publish(key, source, LEASE_S)
             delivery = transport.fetch(address, key, source.want(), deadline())
             require(delivery.header == source.header, "the header changed on the way")
-            got = {s.index: (bytes(s.head), bytes(s.body)) for s in delivery}
+            got = {s.index: (bytes(s.head), bytes(host_bytes(s.body))) for s in delivery}
             require(got == sent(source), f"{count} segments of {size} bytes did not arrive as they were")
             require(delivery.stats.nbytes >= count * size, f"stats count {delivery.stats.nbytes} bytes")
 

@@ -18,6 +18,7 @@ from kvserve_core.component import ANY, Capabilities, ComponentConfig, Tunable
 from kvserve_core.errors import FrameError, UnavailableComponentError
 from kvserve_core.stages import Codec
 from kvserve_core.tensor import Encoded, Part
+from kvserve_plugins.kernels.launching import launch
 from kvserve_plugins.kernels.nvcomp_api import FLOAT16, UCHAR, Algorithm, Batch, NvcompCalls, Results, Way
 from kvserve_plugins.kernels.nvcomp_layout import I64, Layout, Plan, aligned, to_device
 
@@ -92,29 +93,34 @@ class NvcompCodec(Codec):
         """Blobs are slices of one fresh buffer, so results of several launches stay valid until dropped."""
         plan = self._plan(parts)
         blobs = self._bytes(sum(plan.caps))
-        totals = torch.zeros(len(parts), dtype=torch.int64, device=self._device)
+        some = torch.zeros if 0 in plan.lengths else torch.empty
+        totals = some(len(parts), dtype=torch.int64, device=self._device)
         if plan.chunks:
             codes = [aligned(p.codes) for p in parts]
-            source = np.array([c.data_ptr() for c in codes], np.int64)[plan.layout.part] + plan.layout.within
-            self._compress(plan, source, blobs, totals)
+            self._compress(plan, tuple([c.data_ptr() for c in codes]), blobs, totals)
         return list(map(Encoded, blobs.split(plan.caps), totals.unbind()))
 
-    def _compress(self, plan: Plan, source: I64, blobs: Tensor, totals: Tensor) -> None:
+    def _compress(self, plan: Plan, where: tuple[int, ...], blobs: Tensor, totals: Tensor) -> None:
         from kvserve_plugins.kernels.nvcomp_kernels import BLOCK, pack_kernel  # Triton comes with a CUDA build of torch
 
-        need = int(plan.layout.bounds.sum())
-        if need > self._slots.numel():
-            self._slots = self._bytes(need)
-        call = to_device(self._device, source, plan.slots + self._slots.data_ptr())
+        if plan.room > self._slots.numel():
+            self._slots = self._bytes(plan.room)
+        call = plan.kept.get((where, self._slots.data_ptr()), lambda: self._chunks(plan, where))
         sizes, status, temp = self._scratch(plan, "Compress")
-        batch = Batch(call[0].data_ptr(), plan.table.data_ptr(), plan.chunks, plan.largest)
-        out = Results(call[1].data_ptr(), sizes.data_ptr(), status.data_ptr())
+        first = call.data_ptr()
+        batch = Batch(first, plan.table.data_ptr(), plan.chunks, plan.largest)
+        out = Results(first + 8 * plan.chunks, sizes.data_ptr(), status.data_ptr())
         self._calls.compress(batch, (temp.data_ptr(), temp.numel()), out, self._stream())
-        words, heads = blobs.view(torch.int64), blobs.view(torch.int32)
-        slots = self._slots.view(torch.int64)
-        pack_kernel[(plan.chunks,)](
-            plan.table, slots, sizes, status, words, heads, totals, plan.chunks, plan.width, BLOCK
-        )
+        given = {
+            "plan": plan.table, "slots": self._slots, "sizes": sizes, "status": status, "blobs": blobs,
+            "totals": totals, "chunks": plan.chunks, "width": plan.width, "block": BLOCK,
+        }  # fmt: skip
+        launch(pack_kernel, plan.chunks, plan.kind, given)
+
+    def _chunks(self, plan: Plan, where: tuple[int, ...]) -> Tensor:
+        """Addresses of the chunks of streams that begin at ``where``, and of the slots for what they become."""
+        source = np.array(where, np.int64)[plan.layout.part] + plan.layout.within
+        return to_device(self._device, source, plan.slots + self._slots.data_ptr())
 
     def decode(self, blobs: Sequence[Encoded], like: Sequence[Part]) -> list[Tensor]:
         """Codes again. What only the device can see is left in ``ok``, 1 or 0 a blob, for after the fence.
@@ -139,13 +145,18 @@ class NvcompCodec(Codec):
         from kvserve_plugins.kernels.nvcomp_kernels import BLOCK, unpack_kernel, verdict_kernel
 
         call = to_device(self._device, source, limits, plan.target + out.data_ptr(), limits, limits)
-        unpack_kernel[(plan.chunks,)](plan.table, call, plan.chunks, plan.width)
+        given = {"plan": plan.table, "call": call, "chunks": plan.chunks, "width": plan.width}
+        launch(unpack_kernel, plan.chunks, plan.kind, given)
         actual, status, temp = self._scratch(plan, "Decompress")
-        batch = Batch(call[3].data_ptr(), call[4].data_ptr(), plan.chunks, plan.largest)
-        results = Results(call[2].data_ptr(), actual.data_ptr(), status.data_ptr())
+        first, row = call.data_ptr(), 8 * call.shape[1]
+        batch = Batch(first + 3 * row, first + 4 * row, plan.chunks, plan.largest)
+        results = Results(first + 2 * row, actual.data_ptr(), status.data_ptr())
         room = plan.table.data_ptr()
         self._calls.decompress(batch, room, (temp.data_ptr(), temp.numel()), results, self._stream())
-        verdict_kernel[(-(-plan.chunks // BLOCK),)](plan.table, actual, status, self.ok, plan.chunks, BLOCK)
+        given = {
+            "plan": plan.table, "actual": actual, "status": status, "ok": self.ok, "chunks": plan.chunks, "block": BLOCK
+        }  # fmt: skip
+        launch(verdict_kernel, -(-plan.chunks // BLOCK), plan.kind, given)
 
     def _plan(self, parts: Sequence[Part]) -> Plan:
         lengths = tuple([p.nbytes for p in parts])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from kvserve_core.spec import PlanePart, Region, RopeSpec
 from kvserve_plugins.kernels import rope
 from kvserve_plugins.kernels.fused_jobs import Extent, JobTable, Run, head_table, outwards, pair_table, pieces
 from kvserve_plugins.kernels.hadamard import matrix
+from kvserve_plugins.kernels.launching import Kept
 from kvserve_plugins.kernels.signs import signs
 
 ROWS, CELL = 64, 256
@@ -62,15 +62,25 @@ class Pages:
 
 @dataclass(frozen=True)
 class Plan:
-    """A batch of these places and sizes: jobs, pieces for programs, and where its memory is cut."""
+    """A batch of these places and sizes: jobs, pieces for programs, and where a run's codes and parameters begin."""
 
     table: JobTable
     pieces: Tensor
     programs: Tensor
     tiles: int
     ragged: bool
-    code_cuts: list[int]
-    grid_cuts: list[int]
+    starts: list[tuple[int, int]]
+    kept: Kept = field(default_factory=Kept)
+
+    def jobs(self, device: torch.device, addresses: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """The table for tensors at these addresses, kept: the next batch is often where the last one was."""
+        key = tuple(addresses), tuple(positions)
+        return self.kept.get(key, lambda: self.table.on(device, addresses, positions))
+
+    @property
+    def kind(self) -> tuple[int, bool, int]:
+        """What :func:`~kvserve_plugins.kernels.launching.launch` must know of it."""
+        return self.tiles, self.ragged, self.table.param_count
 
 
 def made_plan(
@@ -87,9 +97,9 @@ def made_plan(
     tiles = 1 << max(-(-table.tokens // step) - 1, 0).bit_length()
     cut, programs = pieces(table.groups, tiles, min(len(table.jobs) * tiles, resident(device, channel)))
     ragged = bool((table.jobs[:, 6] != tiles * step).any())
-    ends = np.append(table.code_starts, table.code_bytes), np.append(table.param_starts, table.param_count)
+    starts = list(zip(table.code_starts.tolist(), table.param_starts.tolist(), strict=True))
     on = [torch.from_numpy(a).to(device) for a in (cut, programs)]
-    return Plan(table, on[0], on[1], tiles, ragged, np.diff(ends[0]).tolist(), np.diff(ends[1]).tolist())
+    return Plan(table, on[0], on[1], tiles, ragged, starts)
 
 
 def _run(segment: int, s: Stream, p: Placed) -> Run:
@@ -104,8 +114,17 @@ def orders(half: int) -> tuple[Tensor, Tensor, Tensor]:
     c = torch.arange(half)
     store = half // 4 * (c % 8 // 2) + 2 * (c // 8) + c % 2
     load = half // 4 * (c % 8 // 2) + 4 * (c // 16) + 2 * (c // 8 % 2) + c % 2
-    spread = c // 32 * 32 + 8 * (c % 8 // 2) + 2 * (c // 8 % 4) + c % 2 if half == 64 else c
+    spread = c // 32 * 32 + 8 * (c % 8 // 2) + 2 * (c // 8 % 4) + c % 2
     return store, load, spread
+
+
+def sign_bits(rows: Tensor) -> Tensor:
+    """``[n, dim]`` of +1 and -1 as ``[n, 4]`` i32, as ``triton_tile.signed`` reads them: j of the upper half from 8."""
+    n, dim = rows.shape
+    minus = (rows < 0).reshape(n, 2, dim // 16, 4, 2).to(torch.int64)
+    j = torch.arange(dim // 16, device=rows.device) + torch.tensor([[0], [8]], device=rows.device)
+    words = (minus[..., 0] << (15 - j)[..., None]) + (minus[..., 1] << (31 - j)[..., None])
+    return words.sum((1, 2)).to(torch.int32).contiguous()  # the conversion wraps, as it should
 
 
 @lru_cache(maxsize=32)
@@ -132,7 +151,7 @@ def kernel(way: str, packed: bool, channel: bool, roped: bool) -> tuple[Any, dic
     module = triton_pack if packed else triton_codes
     tuned: dict[str, Any] = {"rows": tile_rows(way, channel), "num_warps": 8 if channel else 4}
     if packed:
-        tuned |= {"outward": outwards(16), "stages": 4} if way == "encode" else {"ahead": 1}
+        tuned |= {"outward": outwards(16), "stages": 4} if way == "encode" else {"num_stages": 1}
     else:
         tuned |= {"channel": channel, "stages": 2 if channel and way == "decode" else 3}
     if not channel and not roped:
@@ -151,6 +170,7 @@ class Tables:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
         self._signs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._bits: dict[int, tuple[Tensor, Tensor]] = {}
         self._angles: dict[tuple[PlanePart, bool], tuple[Tensor, Tensor]] = {}
 
     def add(self, at: Region, dim: int) -> int:
@@ -163,11 +183,12 @@ class Tables:
         if old is not None:
             rows = [torch.cat(both) for both in zip(old, rows, strict=True)]
         self._signs[dim] = rows[0], rows[1]
+        self._bits[dim] = sign_bits(rows[0]), sign_bits(rows[1])
         return first
 
-    def signs(self, dim: int, way: str) -> Tensor:
-        """``[rows, dim]`` in the order of channels that a kernel has."""
-        return self._signs[dim][0 if way == "encode" else 1]
+    def signs(self, dim: int, way: str, bits: bool) -> Tensor:
+        """``[rows, dim]`` in the order of channels that a kernel has, or its ``bits``, ``[rows, 4]``."""
+        return (self._bits if bits else self._signs)[dim][0 if way == "encode" else 1]
 
     def angles(self, placed: Placed, end: int, way: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all positions below ``end``, f32, in that order; any tensors without an embedding."""

@@ -31,6 +31,7 @@ from kvserve_plugins.kernels.fused_launch import (
     made_plan,
     tile_rows,
 )
+from kvserve_plugins.kernels.launching import even, launch
 
 if TYPE_CHECKING:
     from kvserve_plugins.quantizers.uniform import Uniform
@@ -140,7 +141,8 @@ class Rotation(Fusion):
         codes = torch.empty(table.code_bytes, dtype=torch.uint8, device=device)
         grids = torch.empty((2, table.param_count), dtype=torch.bfloat16, device=device)
         ok = torch.ones(len(batch), dtype=torch.uint8, device=device)
-        jobs = table.on(device, [where for _, where in batch], [at.start for at, _ in batch])
+        where, positions = [each for _, each in batch], [at.start for at, _ in batch]
+        jobs = table.on(device, where, positions) if pages else plan.jobs(device, where, positions)
         self._launch("encode", plan, placed[0], jobs, codes, grids, ok, max(at.stop for at, _ in batch), pages)
         return self._cut([at for at, _ in batch], placed, plan, codes, grids, ok)
 
@@ -148,22 +150,22 @@ class Rotation(Fusion):
         self, regions: Sequence[Region], placed: Sequence[Placed], plan: Plan, codes: Tensor, grids: Tensor, ok: Tensor
     ) -> list[Fused]:
         """Views of the batch's memory for each segment; few operations a stream, as there may be hundreds."""
-        pieces = iter(codes.split_with_sizes(plan.code_cuts))
-        lows, scales = (iter(row.split_with_sizes(plan.grid_cuts)) for row in grids.unbind())
-        flags, made = ok.bool().unbind(), []
+        flags, made, run = ok.view(torch.bool).unbind(), [], 0
         for at, p, good in zip(regions, placed, flags, strict=True):
             parts, params, encoded = [], {}, []
             for s in p.streams:
+                (code, param), run = plan.starts[run], run + 1
                 shape = s.params(at.num_tokens, p.dim, self._channel)
-                heads = shape[0] * shape[1]
-                values, count = heads * at.num_tokens * p.dim, heads * shape[2] * shape[3]
-                params[s.prefix + "lo"] = next(lows)[:count].view(shape)
-                params[s.prefix + "scale"] = next(scales)[:count].view(shape)
+                heads, strides = shape[0] * shape[1], (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
+                values = heads * at.num_tokens * p.dim
+                params[s.prefix + "lo"] = grids.as_strided(shape, strides, param)
+                params[s.prefix + "scale"] = grids.as_strided(shape, strides, plan.table.param_count + param)
                 if self.with_codec:
-                    encoded.append(Encoded(next(pieces)[: values // 2], _size(values // 2, self._device)))
+                    data = codes.as_strided((values // 2,), (1,), code)
+                    encoded.append(Encoded(data, _size(values // 2, self._device)))
                     parts.append(Part(_shell(values), s.levels, heads))
                 else:
-                    parts.append(Part(next(pieces)[:values], s.levels, heads))
+                    parts.append(Part(codes.as_strided((values,), (1,), code), s.levels, heads))
             stages = [*(_NOTHING for _ in range(1 + self._derope)), params]
             made.append(
                 Fused(stages, Quantized(tuple(parts), params, (*p.heads, at.num_tokens, p.dim)), encoded or None, good)
@@ -218,26 +220,30 @@ class Rotation(Fusion):
         ok = torch.ones(len(batch), dtype=torch.uint8, device=self._device)
         jobs = plan.table.on(self._device, where, [at.start for at, _, _ in batch], codes, moved)
         self._launch("decode", plan, placed[0], jobs, codes, grids, ok, max(at.stop for at, _, _ in batch), pages)
-        return ok.bool()
+        return ok.view(torch.bool)
 
     def _staged_grids(self, batch: Sequence[Any], placed: Sequence[Placed], table: JobTable) -> Tensor:
         """Minima and scales of all segments in the order of the table, in one copy."""
-        host = torch.zeros((2, table.param_count), dtype=torch.bfloat16, pin_memory=not self._exact)
-        run = 0
-        for (_, stages, _), p in zip(batch, placed, strict=True):
-            for s in p.streams:
-                first = int(table.param_starts[run])
-                for row, name in zip(host, ("lo", "scale"), strict=True):
-                    values = stages[-1][s.prefix + name].reshape(-1)
-                    row[first : first + values.numel()].copy_(values)
-                run += 1
-        return host.to(self._device, non_blocking=True)
+        runs = [(stages[-1], s.prefix) for (_, stages, _), p in zip(batch, placed, strict=True) for s in p.streams]
+        values = [params[prefix + name].reshape(-1) for name in ("lo", "scale") for params, prefix in runs]
+        grids = self._staged((2, table.param_count), values[0])
+        starts = table.param_starts.tolist()[: len(runs)]
+        rooms = [row[start:] for row in grids.unbind() for start in starts]
+        return self._filled(grids, rooms, values)
 
     def _staged_codes(self, streams: Sequence[Tensor], table: JobTable) -> tuple[Tensor, None]:
-        host = torch.zeros(table.code_bytes, dtype=torch.uint8, pin_memory=not self._exact)
-        for start, x in zip(table.code_starts.tolist(), streams, strict=True):
-            host[start : start + x.numel()].copy_(x)
-        return host.to(self._device, non_blocking=True), None
+        codes = self._staged((table.code_bytes,), streams[0])
+        return self._filled(codes, [codes[start:] for start in table.code_starts.tolist()], streams), None
+
+    def _staged(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Zeros where ``like`` lies: what comes from the host goes to the device in one copy."""
+        pinned = not self._exact and not like.is_cuda
+        return torch.zeros(shape, dtype=like.dtype, device=like.device, pin_memory=pinned)
+
+    def _filled(self, whole: Tensor, rooms: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        places = [room[: x.numel()] for room, x in zip(rooms, values, strict=True)]
+        torch._foreach_copy_(places, list(values))
+        return whole.to(self._device, non_blocking=True)
 
     def _launch(
         self, way: str, plan: Plan, placed: Placed, jobs: Tensor, codes: Tensor, grids: Tensor, ok: Tensor, end: int,
@@ -250,12 +256,14 @@ class Rotation(Fusion):
             "block_stride": pages.block_stride if pages else 0,
             "token_stride": pages.token_stride if pages else placed.dim, "page": pages.size if pages else 0,
             "cos": cos, "sin": sin, "norm": placed.dim**-0.5, "tiles": plan.tiles, "dim": placed.dim,
-            "signs": self._tables.signs(placed.dim, way),
+            "signs": self._tables.signs(placed.dim, way, self.with_codec),
             "matrix": hadamard_for(placed.dim // 2, way, self._channel, self._device),
             "rope": placed.part is not None, "ragged": plan.ragged, "exact": self._exact,
         }  # fmt: skip
         found, tuned = kernel(way, self.with_codec, self._channel, placed.part is not None)
-        found[(plan.programs.numel() - 1,)](**given, **tuned)
+        size = given["page"], given["block_stride"], given["token_stride"]
+        kind = tuned["rows"], placed.dim, given["rope"], plan.kind, size, even(given["codes"], grids, given["table"])
+        launch(found, plan.programs.numel() - 1, kind, given | tuned)
 
     def _plan(self, segments: Sequence[tuple[Placed, int]], rows: int) -> Plan:
         """Tables of a batch of these places and tokens, kept."""

@@ -11,7 +11,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def pack_kernel(plan, slots, sizes, status, blobs, heads, totals, chunks, width: tl.constexpr, block: tl.constexpr):  # noqa: ANN001, ANN201  # Triton compiles this; it takes no Python types
+def pack_kernel(plan, slots, sizes, status, blobs, totals, chunks, width: tl.constexpr, block: tl.constexpr):  # noqa: ANN001, ANN201  # Triton compiles this; it takes no Python types
     """Program c: chunk c from its slot to its place in its part's blob, with the padding zeroed."""
     c = tl.program_id(0)
     slot, bound = tl.load(plan + chunks + c), tl.load(plan + 2 * chunks + c)
@@ -25,8 +25,8 @@ def pack_kernel(plan, slots, sizes, status, blobs, heads, totals, chunks, width:
     padded = (n + 15) // 16 * 16
     at = header + tl.sum(tl.where(k < c - first, padded, 0))
     size = tl.minimum(tl.load(sizes + c), bound)
-    source = tl.multiple_of(slots + slot // 8, 2)
-    into = tl.multiple_of(blobs + (blob + at) // 8, 2)
+    source = tl.multiple_of((slots + slot).to(tl.pointer_type(tl.int64)), 16)
+    into = tl.multiple_of((blobs + blob + at).to(tl.pointer_type(tl.int64)), 16)
     for start in range(0, (size + 15) // 16 * 2, block):
         i = start + tl.arange(0, block)
         left = size - 8 * i
@@ -35,7 +35,8 @@ def pack_kernel(plan, slots, sizes, status, blobs, heads, totals, chunks, width:
         word = tl.where(left < 8, word & keep, word)
         tl.store(into + i, word, mask=(8 * i < (size + 15) // 16 * 16) & (at + 8 * i < cap))
     if c == first:
-        tl.store(heads + blob // 4 + k, n.to(tl.int32), mask=k < header // 4)
+        heads = (blobs + blob).to(tl.pointer_type(tl.int32))
+        tl.store(heads + k, n.to(tl.int32), mask=k < header // 4)
         exact = header + tl.sum(tl.where(k < count - 1, padded, tl.where(k == count - 1, n, 0)))
         tl.store(totals + tl.load(plan + 5 * chunks + c), tl.where(failed, cap, exact))
 

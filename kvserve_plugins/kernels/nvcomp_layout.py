@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvserve_plugins.kernels.launching import Kept
 from kvserve_plugins.kernels.nvcomp_api import ALIGN, NvcompCalls
 
 I64 = NDArray[np.int64]
@@ -64,6 +65,7 @@ class Plan:
         self.padded = [-(-n // ALIGN) * ALIGN for n in lengths]
         self.slots = np.cumsum(at.bounds) - at.bounds
         self.target = (np.cumsum(self.padded) - self.padded)[at.part] + at.within
+        self.room, self.kept = int(at.bounds.sum()), Kept()
         self.width = 1 << max(int(at.header.max(initial=ALIGN)) // 4 - 1, 3).bit_length()
         self.temp = {
             "Compress": calls.scratch("Compress", self.chunks, self.largest, sum(lengths)) if self.chunks else 1,
@@ -72,6 +74,7 @@ class Plan:
         blobs = (np.cumsum(at.caps) - at.caps)[at.part]
         rows = (at.nbytes, self.slots, at.bounds, at.first, at.counts[at.part], at.part, blobs, at.caps[at.part])
         self.table = to_device(device, *rows)
+        self.kind = self.chunks, self.width
 
 
 def to_device(device: torch.device, *rows: I64) -> Tensor:

@@ -14,18 +14,19 @@ from kvserve_plugins.kernels.triton_tile import (
     LARGEST,
     TOP,
     address,
+    angles,
     butterfly,
+    clear,
     coalesced,
-    finished,
-    flip,
     grid_of,
     nibbles,
     operand,
+    pair_bits,
     pair_rows,
-    pair_signs,
-    prefetch,
+    signed,
     steps,
-    store_rows,
+    store_columns,
+    to_bf16,
     token_offset,
     turned_back,
 )
@@ -44,9 +45,7 @@ def encode_kernel(
     h = tl.load(matrix + c[:, None] * half + c[None, :])
     for i in range(tl.load(programs + tl.program_id(0)), tl.load(programs + tl.program_id(0) + 1)):
         piece = pieces + i * 4
-        first, second = signs + tl.load(piece + 2) * dim + c, signs + tl.load(piece + 3) * dim + c
-        sign_a = pair_signs(tl.load(first), tl.load(second), rows)
-        sign_b = pair_signs(tl.load(first + half), tl.load(second + half), rows)
+        bits = pair_bits(signs, piece, rows)
         for t in tl.range(tl.load(piece), tl.load(piece + 1), num_stages=stages):
             job = jobs + t // tiles * 8
             upper, token = pair_rows(t % tiles, rows)
@@ -61,7 +60,8 @@ def encode_kernel(
                 a, b = tl.load(at), tl.load(at + half)
             if rope:
                 a, b = turned_back(a, b, job, token, cos, sin, half, exact)
-            x, y = butterfly(flip(a, sign_a, exact), flip(b, sign_b, exact), h, exact)
+            a, b = signed(a, bits, 0, rows, half, exact), signed(b, bits, 8, rows, half, exact)
+            x, y = butterfly(a, b, h, exact)
             low, high = tl.min(tl.minimum(x, y), 1) * norm, tl.max(tl.maximum(x, y), 1) * norm
             lo, scale = grid_of(low, high, outward, exact)
             row = t % tiles * packed + tl.arange(0, packed)
@@ -80,8 +80,8 @@ def encode_kernel(
                 tl.store(into, left)
                 tl.store(into + half, right)
                 tl.store(both, grid)
-            flag = ok + tl.load(job + 5) + tl.zeros_like(token)
-            tl.store(flag, tl.zeros_like(token).to(tl.uint8), mask=real & ((high - low < LARGEST) == 0))
+            bad = (high - low < LARGEST) == 0
+            clear(ok + tl.load(job + 5) + tl.zeros_like(token), bad & real if ragged else bad, exact)
 
 
 @triton.jit
@@ -95,74 +95,104 @@ def _bytes(code, rows: tl.constexpr, half: tl.constexpr):
 def decode_kernel(
     jobs, pieces, programs, signs, matrix, codes, grids, plane, ok, table, block_stride, token_stride, cos, sin, norm,
     tiles: tl.constexpr, dim: tl.constexpr, rows: tl.constexpr, page: tl.constexpr, rope: tl.constexpr,
-    ragged: tl.constexpr, ahead: tl.constexpr, exact: tl.constexpr,
+    ragged: tl.constexpr, exact: tl.constexpr,
 ):  # fmt: skip
-    """As above. ``matrix``: its rows in ``load_order``. ``ok`` is cleared where the reference's clamp is needed."""
+    """As above. ``matrix``: its rows in ``load_order``. ``ok`` is cleared where the reference's clamp is needed.
+
+    A tile's bytes are on their way while the one before is worked on, in registers: nothing waits for another thread.
+    """
     half: tl.constexpr = dim // 2
-    packed: tl.constexpr = rows // 2
-    c = tl.arange(0, half)
-    h = tl.load(matrix + c[:, None] * half + c[None, :])
+    near = matrix + tl.arange(0, half)[:, None] * half + tl.arange(0, 32)[None, :]
+    h = tl.load(near)
+    if half == 64:
+        g = tl.load(near + 32)
+    if not exact:
+        tl.debug_barrier()  # the matrix is in shared memory: without it Triton asks in every tile
     for i in range(tl.load(programs + tl.program_id(0)), tl.load(programs + tl.program_id(0) + 1)):
         piece = pieces + i * 4
-        first, second = signs + tl.load(piece + 2) * dim + c, signs + tl.load(piece + 3) * dim + c
-        sign_a = pair_signs(tl.load(first), tl.load(second), rows)
-        sign_b = pair_signs(tl.load(first + half), tl.load(second + half), rows)
-        stop = tl.load(piece + 1)
-        for t in range(tl.load(piece), stop):
-            _ahead(tl.minimum(t + ahead, stop - 1), jobs, codes, tiles, dim, rows, exact)
+        bits = pair_bits(signs, piece, rows)
+        first, stop = tl.load(piece), tl.load(piece + 1)
+        left, right, low, step = _fetch(first, jobs, codes, grids, plane, tiles, dim, rows, ragged)
+        for t in tl.range(first, stop, num_stages=1):
             job = jobs + t // tiles * 8
-            left, right, lo, scale = _fetch(t, jobs, codes, grids, plane, tiles, dim, rows, ragged)
+            a, b, lo, scale = left, right, low.to(tl.float32), step.to(tl.float32)
+            later = tl.minimum(t + 1, stop - 1)
+            left, right, low, step = _fetch(later, jobs, codes, grids, plane, tiles, dim, rows, ragged)
+            into, there = _target(t, jobs, table, block_stride, token_stride, tiles, dim, rows, page)
+            a, b = _operands(a, rows, half, exact), _operands(b, rows, half, exact)
             _, token = pair_rows(t % tiles, rows)
-            real = token < tl.load(job + 6)
-            a, b = _operands(left, rows, half, exact), _operands(right, rows, half, exact)
-            x, y = butterfly(a, b, h, exact)
-            lo, scale = lo.to(tl.float32), scale.to(tl.float32)
+            real = there < tl.load(job + 6)
             constant = (lo - 128.0 * scale) * (norm * dim)
-            x = x * (scale * norm)[:, None] + tl.where((c == 0)[None, :], constant[:, None], 0.0)
-            y = y * (scale * norm)[:, None]
-            x, y = finished(x, y, sign_a, sign_b, job, token, cos, sin, half, rope, exact)
-            r = tl.arange(0, rows)
-            there = t % tiles * packed + r % packed
-            into = tl.where(r < packed, address(job, 0), address(job, 1))
-            into += token_offset(job, there, table, block_stride, token_stride, page, dim)
-            store_rows(into, x, there < tl.load(job + 6), rows, half, ragged)
-            store_rows(into + half, y, there < tl.load(job + 6), rows, half, ragged)
-            flag = ok + tl.load(job + 5) + tl.zeros_like(token)
-            bad = real & ((tl.maximum(lo + 15.0 * scale, -lo) <= TOP) == 0)
-            tl.store(flag, tl.zeros_like(token).to(tl.uint8), mask=bad)
+            factor = scale * norm
+            _columns(
+                a, b, h, bits, factor, constant, into, real, job, token, cos, sin, 0, rows, half, rope, ragged, exact
+            )
+            if half == 64:
+                _columns(
+                    a, b, g, bits, factor, 0, into, real, job, token, cos, sin, 32, rows, half, rope, ragged, exact
+                )
+            bad = (tl.maximum(lo + 15.0 * scale, -lo) <= TOP) == 0
+            bad = bad & (token < tl.load(job + 6)) if ragged else bad
+            clear(ok + tl.load(job + 5) + tl.zeros_like(token), bad, exact)
 
 
 @triton.jit
-def _ahead(t, jobs, codes, tiles: tl.constexpr, dim: tl.constexpr, rows: tl.constexpr, exact: tl.constexpr):
-    """A later tile's bytes on their way into the cache, so that loading them is short."""
-    if not exact:
-        lines: tl.constexpr = rows // 2 * dim // 128
-        start = codes + tl.load(jobs + t // tiles * 8 + 2) + t % tiles * (rows // 2 * dim)
-        prefetch((start + tl.arange(0, lines) * 128).to(tl.int64))
+def _columns(
+    a, b, h, bits, factor, constant, into, real, job, token, cos, sin, first: tl.constexpr, rows: tl.constexpr,
+    half: tl.constexpr, rope: tl.constexpr, ragged: tl.constexpr, exact: tl.constexpr,
+):  # fmt: skip
+    """32 channels of either half from ``first`` on; ``h``: their columns. Fewer at a time need fewer registers."""
+    x, y = butterfly(a, b, h, exact)
+    x, y = x * factor[:, None], y * factor[:, None]
+    if first == 0:
+        x += tl.where((tl.arange(0, 32) == 0)[None, :], constant[:, None], 0.0)
+    j: tl.constexpr = first // 8
+    if rope:
+        turn, shift = angles(job, token, cos, sin, half, first, 32)
+        x, y = signed(x, bits, j, rows, 32, exact), signed(y, bits, 8 + j, rows, 32, exact)
+        x, y = to_bf16(x * turn - y * shift, exact), to_bf16(y * turn + x * shift, exact)
+    else:
+        x, y = to_bf16(x, exact), to_bf16(y, exact)
+        x, y = signed(x, bits, j, rows, 32, exact), signed(y, bits, 8 + j, rows, 32, exact)
+    store_columns(into + first, x, real, rows, ragged)
+    store_columns(into + half + first, y, real, rows, ragged)
 
 
 @triton.jit
 def _fetch(
     t, jobs, codes, grids, plane, tiles: tl.constexpr, dim: tl.constexpr, rows: tl.constexpr, ragged: tl.constexpr
 ):
-    """Bytes of both halves of a tile's channels, and the minimum and scale of its rows."""
+    """Bytes of both halves of a tile's channels as words, and the minimum and scale of its rows."""
     packed: tl.constexpr = rows // 2
     job = jobs + t // tiles * 8
     row = t % tiles * packed + tl.arange(0, packed)
-    c = tl.arange(0, dim // 2)
-    source = tl.multiple_of(codes + tl.load(job + 2), 16) + (row[:, None] * dim + c[None, :])
+    start = tl.multiple_of((codes + tl.load(job + 2)).to(tl.pointer_type(tl.int32)), 16)
+    source = start + (row[:, None] * (dim // 4) + tl.arange(0, dim // 8)[None, :])
     upper, token = pair_rows(t % tiles, rows)
     where = grids + tl.where(upper == 0, tl.load(job + 3), tl.load(job + 4)) + token
     if ragged:
         inside, real = (row < tl.load(job + 6))[:, None], token < tl.load(job + 6)
-        left, right = tl.load(source, mask=inside, other=0), tl.load(source + dim // 2, mask=inside, other=0)
+        left, right = tl.load(source, mask=inside, other=0), tl.load(source + dim // 8, mask=inside, other=0)
         return left, right, tl.load(where, mask=real, other=0.0), tl.load(where + plane, mask=real, other=0.0)
     else:
-        return tl.load(source), tl.load(source + dim // 2), tl.load(where), tl.load(where + plane)
+        return tl.load(source), tl.load(source + dim // 8), tl.load(where), tl.load(where + plane)
 
 
 @triton.jit
-def _operands(byte, rows: tl.constexpr, half: tl.constexpr, exact: tl.constexpr):
+def _target(
+    t, jobs, table, block_stride, token_stride, tiles: tl.constexpr, dim: tl.constexpr, rows: tl.constexpr,
+    page: tl.constexpr,
+):  # fmt: skip
+    """Addresses of a tile's rows, as in ``sixteens``, and their tokens."""
+    job, r = jobs + t // tiles * 8, tl.arange(0, rows)
+    there = t % tiles * (rows // 2) + r % (rows // 2)
+    start = tl.where(r < rows // 2, address(job, 0), address(job, 1))
+    return start + token_offset(job, there, table, block_stride, token_stride, page, dim), there
+
+
+@triton.jit
+def _operands(words, rows: tl.constexpr, half: tl.constexpr, exact: tl.constexpr):
     """The inverse of :func:`_bytes`, as bf16 plus 128."""
-    low, high = nibbles(operand(byte, rows // 2, half), exact)
+    low, high = nibbles(words, rows // 2, half, exact)
+    low, high = operand(low, rows // 2, half), operand(high, rows // 2, half)
     return tl.join(low, high).reshape(rows // 16, 8, half, 2).permute(0, 3, 1, 2).reshape(rows, half)

@@ -47,9 +47,38 @@ def address(job, field: tl.constexpr):
 
 
 @triton.jit
-def pair_signs(first, second, rows: tl.constexpr):
-    """``[rows, half]`` of +1 and -1 from those of both sources, ``[half]``."""
-    return tl.where(((tl.arange(0, rows) // 8) % 2 == 0)[:, None], first[None, :], second[None, :])
+def pair_bits(signs, piece, rows: tl.constexpr):
+    """Signs of both sources of a piece as bits, to be given to :func:`signed`: a word for each thread of a quad."""
+    q = tl.arange(0, 4)
+    first, second = tl.load(signs + tl.load(piece + 2) * 4 + q), tl.load(signs + tl.load(piece + 3) * 4 + q)
+    return tl.where(((tl.arange(0, rows) // 8) % 2 == 0)[:, None], first[None, :], second[None, :])[:, None, :, None]
+
+
+@triton.jit
+def signed(x, bits, first: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, exact: tl.constexpr):
+    """Values times their signs, from two registers instead of one for every two values.
+
+    Word q of ``bits`` is of columns 8 j + 2 q and 8 j + 2 q + 1: bits 15 - j and 31 - j, j from ``first`` on.
+    """
+    x = x.reshape(rows, columns // 8, 4, 2)
+    j = (first + tl.arange(0, columns // 8))[None, :, None, None]
+    if exact or x.dtype == tl.float32:
+        word = (bits << (j + 16 * (1 - tl.arange(0, 2)[None, None, None, :]))) & -2147483648
+        y = (x.to(tl.float32).to(tl.int32, bitcast=True) ^ word).to(tl.float32, bitcast=True).to(x.dtype)
+    else:
+        every: tl.constexpr = (rows, columns // 8, 4, 2)
+        y = tl.inline_asm_elementwise(
+            """{ .reg .b32 word;
+            shl.b32 word, $2, $4;
+            and.b32 word, word, 0x80008000;
+            xor.b32 $0, $1, word; }""",
+            "=r,r,r,r,r,r",
+            [x, tl.broadcast_to(bits, every), tl.broadcast_to(j, every)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return y.reshape(rows, columns)
 
 
 @triton.jit
@@ -80,30 +109,29 @@ def sixteens(rows: tl.constexpr):
 
 @triton.jit
 def spread(x, rows: tl.constexpr):
-    """``[rows, 64]`` as two ``[rows, 32]`` that a store takes without moving data, from columns in ``spread_order``."""
-    x = x.reshape(rows // 16, 2, 8, 2, 4, 4, 2).permute(1, 0, 2, 5, 4, 6, 3)
-    return tl.split(x.reshape(rows, 32, 2))
+    """``[rows, 32]`` that a store takes without moving data, from columns in ``spread_order``, rows as ``sixteens``."""
+    return x.reshape(rows // 16, 2, 8, 4, 4, 2).permute(1, 0, 2, 4, 3, 5).reshape(rows, 32)
 
 
 @triton.jit
 def store_rows(at, x, real, rows: tl.constexpr, half: tl.constexpr, ragged: tl.constexpr):
     """Rows of a product, ``at``: addresses of the rows, ``real``: whether they are there, both as in ``sixteens``."""
     if half == 64:
-        left, right = spread(x, rows)
-        into = at[:, None] + tl.arange(0, 32)[None, :]
-        if ragged:
-            tl.store(into, left, mask=real[:, None])
-            tl.store(into + 32, right, mask=real[:, None])
-        else:
-            tl.store(into, left, cache_modifier=".cs")  # written once, read much later
-            tl.store(into + 32, right, cache_modifier=".cs")
+        left, right = tl.split(x.reshape(rows, 2, 32).permute(0, 2, 1))
+        store_columns(at, left, real, rows, ragged)
+        store_columns(at + 32, right, real, rows, ragged)
     else:
-        x = x.reshape(rows // 16, 2, 8, half).permute(1, 0, 2, 3).reshape(rows, half)
-        into = at[:, None] + tl.arange(0, half)[None, :]
-        if ragged:
-            tl.store(into, x, mask=real[:, None])
-        else:
-            tl.store(into, x)
+        store_columns(at, x, real, rows, ragged)
+
+
+@triton.jit
+def store_columns(at, x, real, rows: tl.constexpr, ragged: tl.constexpr):
+    """As above, 32 columns."""
+    into = at[:, None] + tl.arange(0, 32)[None, :]
+    if ragged:
+        tl.store(into, spread(x, rows), mask=real[:, None])
+    else:
+        tl.store(into, spread(x, rows), cache_modifier=".cs")  # written once, read much later
 
 
 @triton.jit
@@ -134,17 +162,17 @@ def flip(x, signs, exact: tl.constexpr):
 
 
 @triton.jit
-def angles(job, token, cos, sin, half: tl.constexpr):
-    """Cosine and sine ``[rows, half]`` of the tokens' positions."""
+def angles(job, token, cos, sin, half: tl.constexpr, first: tl.constexpr, columns: tl.constexpr):
+    """Cosine and sine ``[rows, columns]`` of the tokens' positions, from channel ``first`` on."""
     position = tl.load(job + 7).to(tl.int32) + token
-    at = position[:, None] * half + tl.arange(0, half)[None, :]
+    at = position[:, None] * half + first + tl.arange(0, columns)[None, :]
     return tl.load(cos + at), tl.load(sin + at)
 
 
 @triton.jit
 def turned_back(a, b, job, token, cos, sin, half: tl.constexpr, exact: tl.constexpr):
     """Halves of keys without their rotary embedding, in bf16 again."""
-    turn, shift = angles(job, token, cos, sin, half)
+    turn, shift = angles(job, token, cos, sin, half, 0, half)
     a, b = a.to(tl.float32), b.to(tl.float32)
     return to_bf16(a * turn + b * shift, exact), to_bf16(b * turn - a * shift, exact)
 
@@ -153,7 +181,7 @@ def turned_back(a, b, job, token, cos, sin, half: tl.constexpr, exact: tl.conste
 def finished(x, y, sign_a, sign_b, job, token, cos, sin, half: tl.constexpr, rope: tl.constexpr, exact: tl.constexpr):
     """Sums to values: signs taken off, the rotary embedding put on, rounded."""
     if rope:
-        turn, shift = angles(job, token, cos, sin, half)
+        turn, shift = angles(job, token, cos, sin, half, 0, half)
         x, y = x * sign_a.to(tl.float32), y * sign_b.to(tl.float32)
         return to_bf16(x * turn - y * shift, exact), to_bf16(y * turn + x * shift, exact)
     else:
@@ -177,10 +205,13 @@ def steps(y, lo, scale):
 
 
 @triton.jit
-def nibbles(packed, exact: tl.constexpr):
-    """Low and high halves of bytes as bf16 plus 128: the code is the bf16's low bits."""
+def nibbles(words, rows: tl.constexpr, columns: tl.constexpr, exact: tl.constexpr):
+    """Low and high halves of the bytes of words ``[rows, columns / 4]`` as bf16 plus 128: the code is its low bits."""
+    twice = tl.join(words, words)  # not a broadcast, which Triton would move behind the conversion
+    each = tl.join(twice, twice).reshape(rows, columns)
     if exact:
-        return (packed & 15).to(tl.float32) + 128.0, (packed >> 4).to(tl.float32) + 128.0
+        byte = (each >> (tl.arange(0, columns) % 4 * 8)[None, :]) & 255
+        return (byte & 15).to(tl.float32) + 128.0, (byte >> 4).to(tl.float32) + 128.0
     else:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 low, high;
@@ -191,8 +222,8 @@ def nibbles(packed, exact: tl.constexpr):
             prmt.b32 $1, low, 0x43434343, 0x4342;
             prmt.b32 $2, high, 0x43434343, 0x4140;
             prmt.b32 $3, high, 0x43434343, 0x4342; }""",
-            "=r,=r,=r,=r,r",
-            [packed],
+            "=r,=r,=r,=r,r,r,r,r",
+            [each],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=4,
@@ -217,8 +248,20 @@ def widened(codes, exact: tl.constexpr):
 
 
 @triton.jit
-def prefetch(addresses):
-    """Bring the lines at these addresses (i64) into the second-level cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
+def clear(flags, bad, exact: tl.constexpr):
+    """Zero the flags (addresses of u8) of bad rows. ``tl.store`` would first move the values to other threads."""
+    if exact:
+        tl.store(flags, tl.zeros_like(bad).to(tl.uint8), mask=bad)
+    else:
+        tl.inline_asm_elementwise(
+            """{ .reg .pred bad; .reg .b16 none;
+            mov.b16 none, 0;
+            setp.ne.s32 bad, $2, 0;
+            @bad st.global.u8 [$1], none;
+            mov.u32 $0, 0; }""",
+            "=r,l,r",
+            [flags.to(tl.int64), bad.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -46,7 +46,8 @@ class Bandit(Policy):
         epsilon: share of decisions that try a neighbour, in a place never seen; it falls to ``epsilon_floor``, by half
         every ``epsilon_half_life`` decisions. alpha: weight of a new outcome. A profile rests for ``cooldown`` when
         ``violations`` of its last ``window`` uses missed an SLO that they were expected to meet. ttl, max_arms: what
-        is forgotten. state: a file that is read at the start and written every ``save_every``.
+        is forgotten. state: a file that is read at the start and, except in a simulation, written every
+        ``save_every``.
         """
 
         seed: int = 0
@@ -77,7 +78,7 @@ class Bandit(Policy):
         self.memory = Memory(config.max_arms, config.ttl)
         self._random = random.Random(config.seed)
         self._draw = self._random.random
-        self._most = config.epsilon
+        self._most, self._alpha, self._state = config.epsilon, config.alpha, config.state
         self._lock = threading.Lock()
         self._saved_s: float | None = None
         self._said = False
@@ -91,9 +92,10 @@ class Bandit(Policy):
     def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Choice:
         """The lowest ``T_eff`` among those that do not rest, or now and then a neighbour of it."""
         now = self.clock()
-        place = self.memory.places.get((context.workload, context.min_quality, candidates[0].profile))
+        bucket = (context.workload, context.min_quality, candidates[0].profile)
+        place = self.memory.places.get(bucket)
         if place is None or now >= place.stale_s:
-            place = self._renew((context.workload, context.min_quality, candidates[0].profile), now)
+            place = self._renew(bucket, now)
         place.decisions += 1
         if now < place.rests_s:
             return self._around_rests(context, candidates, place, now)
@@ -130,23 +132,26 @@ class Bandit(Policy):
 
     def observe(self, decision: Decision, outcome: Outcome) -> None:
         """Learn what the model does not explain of a whole fetch, and whether it came too late."""
-        for chosen in decision.candidates:
-            if chosen.profile == outcome.profile:
+        name, candidates, context = outcome.profile, decision.candidates, decision.context
+        for chosen in candidates:
+            if chosen.profile == name:
                 break
         else:
             return
-        config, now, nbytes = self.config, self.clock(), decision.context.nbytes
+        nbytes, expected_s, spent_s, slo_s = context.nbytes, outcome.expected_s, outcome.spent_s, context.slo_s
+        # It failed, or missed an SLO that it was expected to meet.
+        late = not outcome.ok or (slo_s is not None and context.model_s + spent_s > slo_s >= chosen.latency_s)
+        now = self.clock()
         with self._lock:
-            place, arm = self.memory.arm(_bucket(decision), outcome.profile, now)
-            expected_s = outcome.expected_s
-            if outcome.ok and expected_s > 0 and outcome.raw_bytes >= WHOLE * nbytes:
+            place, arm = self.memory.arm((context.workload, context.min_quality, candidates[0].profile), name, now)
+            if expected_s > 0 and outcome.ok and outcome.raw_bytes >= WHOLE * nbytes:
                 place.outcomes += 1
-                arm.learn(nbytes, outcome.spent_s - expected_s, expected_s, config.alpha, place.outcomes, now)
-            if arm.used(_violates(decision, chosen, outcome), config.window, config.violations):
-                arm.until_s = now + config.cooldown
+                arm.learn(nbytes, spent_s - expected_s, expected_s, self._alpha, place.outcomes, now)
+            if (late or arm.recent) and arm.used(late, self.config.window, self.config.violations):
+                arm.until_s = now + self.config.cooldown
             place.refresh(now)
-        if config.state is not None:
-            self._save_now_and_then(config.state, now)
+        if self._state is not None and not self.rehearsal:
+            self._save_now_and_then(self._state, now)
 
     def residuals(self, decision: Decision) -> dict[str, float]:
         """Of the candidates that were tried in this place."""
@@ -257,11 +262,3 @@ def _neighbours(candidates: Sequence[Candidate], best: int) -> list[int]:
         elif candidate.cr < cr:
             below = i if below < 0 or candidate.cr > candidates[below].cr else below
     return [i for i in (below, above) if i >= 0]
-
-
-def _violates(decision: Decision, chosen: Candidate, outcome: Outcome) -> bool:
-    """Whether it failed, or missed an SLO that it was expected to meet."""
-    slo_s = decision.context.slo_s
-    if not outcome.ok:
-        return True
-    return slo_s is not None and decision.context.model_s + outcome.spent_s > slo_s >= chosen.latency_s

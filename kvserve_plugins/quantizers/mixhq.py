@@ -79,6 +79,8 @@ class MixHQ(Quantizer):
             return self
 
     config: Config
+    caps = Uniform.caps
+    """Of the usual inner quantizers: a consumer says from these where it can decode; an instance has its own."""
     _classes: HeadClasses | TokenClasses
 
     def __init__(self, config: Config) -> None:

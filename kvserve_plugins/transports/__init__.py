@@ -21,3 +21,11 @@ def kvserve_transports() -> Iterator[Component]:
         requires=("zmq",),
         extra="pyzmq",
     )
+    yield Component(
+        "cuda_ipc",
+        f"{here}.cuda_ipc:CudaIpc",
+        "Between processes of one host through GPU memory, over a link of any bandwidth.",
+        requires=("zmq", "triton"),
+        needs=("cuda",),
+        extra="pyzmq and a CUDA build of torch",
+    )

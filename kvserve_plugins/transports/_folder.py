@@ -81,6 +81,7 @@ class Folder:
         temp = self.path / f"{TEMP}{host_id('pid')}-{os.getpid()}-{secrets.token_hex(8)}"
         try:
             with self._lock:
+                self.path.mkdir(parents=True, exist_ok=True)  # who empties a store may remove its folder
                 self._make_room(size, self.file(key))
                 self._write(temp, write)
                 temp.replace(self.file(key))

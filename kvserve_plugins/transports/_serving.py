@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from kvserve_core import wire
+from kvserve_core.bodies import host_bytes
 from kvserve_core.errors import PeerLost, TransferCancelled, TransferTimeout, TransportError, Unacceptable
 from kvserve_core.peer import PeerInfo, Refusal, acceptable
 from kvserve_core.spec import Region
@@ -60,18 +65,24 @@ def timed_out(what: str, key: str, seconds: float) -> TransferTimeout:
     return TransferTimeout(f"no answer from {what} for {key!r} after {seconds:.3g} s; recompute, or allow more time")
 
 
-def checked_segment(got: object, index: int) -> Sealed:
-    """What a source gave for segment ``index``, where it is that.
+def checked_segment(got: object, index: int, on_device: bool = False) -> Sealed:
+    """What a source gave for segment ``index``, where it is that. on_device: leave a body on a device there.
 
     Raises:
         TransportError: it is something else.
     """
     if not isinstance(got, Sealed) or got.index != index:
         raise TransportError(f"the source gave {type(got).__name__} for segment {index}, expected that segment sealed")
-    for part in (got.head, got.body):
+    if _is_bytes(got.body):
+        got = got if on_device else replace(got, body=host_bytes(got.body))
+    for part in (got.head,) if on_device and _is_bytes(got.body) else (got.head, got.body):
         if not isinstance(part, bytes | bytearray) and not (isinstance(part, memoryview) and _is_plain(part)):
             raise TransportError(f"head or body of segment {index} is {type(part).__name__}, expected contiguous bytes")
     return got
+
+
+def _is_bytes(body: object) -> bool:
+    return isinstance(body, Tensor) and body.dtype is torch.uint8 and body.ndim == 1 and body.is_contiguous()
 
 
 def _is_plain(view: memoryview) -> bool:

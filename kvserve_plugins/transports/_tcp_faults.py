@@ -9,6 +9,7 @@ import os
 import signal
 from typing import Literal, NamedTuple, cast, get_args
 
+from kvserve_core.bodies import host_bytes
 from kvserve_core.errors import ConfigError
 from kvserve_core.wire import Sealed
 
@@ -64,6 +65,6 @@ def corrupted(sealed: Sealed) -> Sealed:
     """A copy with one bit of the body turned over, if it has any."""
     if not len(sealed.body):
         return sealed
-    body = bytearray(sealed.body)
+    body = bytearray(host_bytes(sealed.body))
     body[len(body) // 2] ^= 1
     return Sealed(sealed.index, sealed.head, body)

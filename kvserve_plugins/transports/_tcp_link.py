@@ -28,15 +28,22 @@ _LOOK_S = 0.02
 _QUEUED = 1024
 _IDLE_PER_PEER = 8
 _IDLE_PEERS = 16
+_DOWN_S = 10.0
+"""How long an address to which no connection came up is refused at once: its fetches would keep all threads waiting."""
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class Link:
-    """One socket and its monitor. Used by one thread at a time; does not reconnect, so that a loss is noticed."""
+    """One socket and its monitor. Used by one thread at a time; does not reconnect, so that a loss is noticed.
 
-    def __init__(self, address: Address, key_dir: Path | None, beat_s: float) -> None:
+    down: gets the address, with the time until which it is not to be tried again, when no connection came up within
+    three beats.
+    """
+
+    def __init__(self, address: Address, key_dir: Path | None, beat_s: float, down: dict[Address, float]) -> None:
         self.peer = f"the producer at {address.zmq}"
+        self._address, self._down, self._up_by = address, down, time.monotonic() + 3 * beat_s
         self._secure = key_dir is not None
         self._connected = self._up = False
         self.stopped = False
@@ -100,7 +107,7 @@ class Link:
         """The next message, or None after a moment, so that the caller can see whether it was closed.
 
         Raises:
-            TransferTimeout: nothing by ``deadline``. PeerLost: the connection broke or was refused.
+            TransferTimeout: nothing by ``deadline``. PeerLost: the connection broke, was refused or never came up.
             TransferCancelled: the transport was closed here.
         """
         if self.stopped:
@@ -116,6 +123,9 @@ class Link:
             if parts is None:
                 raise lost
             return parts
+        if not self._up and time.monotonic() > self._up_by:
+            self._down[self._address] = time.monotonic() + _DOWN_S
+            raise _unreachable(self._address)
         if left <= 0:
             raise timed_out(self.peer + self._hint(), key, time.monotonic() - started)
         return None
@@ -176,23 +186,37 @@ class Links:
         self._lock = threading.Lock()
         self._idle: OrderedDict[Address, list[Link]] = OrderedDict()
         self._parents: dict[Address, list[Link]] = {}
+        self._down: dict[Address, float] = {}
         self._busy: weakref.WeakSet[Link] = weakref.WeakSet()
         self._pid = os.getpid()
         self._closed = False
 
     def take(self, address: Address) -> Link:
-        """A link nobody else uses; hand it back with :meth:`give`, or close it."""
+        """A link nobody else uses; hand it back with :meth:`give`, or close it.
+
+        Raises:
+            PeerLost: no connection to this address came up lately.
+        """
+        self._check_down(address)
         while link := self._pop(address):
             if link.alive():
                 break
             link.close()
         else:
             self._sweep()
-            link = Link(address, self._key_dir, self._beat_s)
+            link = Link(address, self._key_dir, self._beat_s, self._down)
         with self._lock:
             self._busy.add(link)
             link.stopped = self._closed
         return link
+
+    def _check_down(self, address: Address) -> None:
+        until_s = self._down.get(address)
+        if until_s is None:
+            return
+        if time.monotonic() < until_s:
+            raise _unreachable(address)
+        self._down.pop(address, None)
 
     def _sweep(self) -> None:
         """Close what leads to producers that are gone; done whenever the number of links would grow."""
@@ -238,3 +262,9 @@ class Links:
                 link.stopped = True
         for link in itertools.chain.from_iterable(idle.values()):
             link.close()
+
+
+def _unreachable(address: Address) -> PeerLost:
+    return PeerLost(
+        f"no connection to the producer at {address.zmq} comes up: check address, firewall and, with CURVE, the keys"
+    )

@@ -16,6 +16,7 @@ from kvserve_core.errors import FrameError, KVServeError, TransportError
 from kvserve_core.transport import Selection
 from kvserve_core.wire import pack_header
 from kvserve_plugins.transports import _tcp_messages as msg
+from kvserve_plugins.transports._carrier import Carrier, InBand
 from kvserve_plugins.transports._leases import Leases
 from kvserve_plugins.transports._pacing import Pacer
 from kvserve_plugins.transports._serving import failed_source, select
@@ -77,9 +78,18 @@ class Server:
     """
 
     def __init__(
-        self, bind: str, port: int, key_dir: Path | None, pacer: Pacer, faults: Faults, leases: Leases, beat_s: float
+        self,
+        bind: str,
+        port: int,
+        key_dir: Path | None,
+        pacer: Pacer,
+        faults: Faults,
+        leases: Leases,
+        beat_s: float,
+        carrier: Carrier | None = None,
     ) -> None:
         self._leases = leases
+        self._carrier = carrier or InBand(pacer.piece(msg.PIECE_BYTES))
         self._context = zmq.Context()
         self._door: Doorkeeper | None = None
         try:
@@ -93,7 +103,7 @@ class Server:
         self._closing = False
         self._leases_due = 0.0
         self._pullers = Pullers(self.wake, _PULLERS)
-        self._sender = Sender(self._socket, self._pullers, pacer, faults)
+        self._sender = Sender(self._socket, self._pullers, pacer, faults, self._carrier)
         self._thread = threading.Thread(target=self._run, name="kvserve-tcp-io", daemon=True)
         self._thread.start()
 
@@ -124,6 +134,7 @@ class Server:
         self.wake()
         self._thread.join()
         self._pullers.close()
+        self._carrier.close()
         self.wake.close()
 
     def _run(self) -> None:
@@ -207,7 +218,8 @@ class Server:
         offer = self._leases.get(fetch.key)
         header = offer.source.header
         indices = select(header, offer.source.plan, Selection(fetch.regions, fetch.peer))
-        stream = Stream(owner, fetch.stream, offer, indices, min(fetch.timeout_s, MAX_TIMEOUT_S))
+        timeout_s = min(fetch.timeout_s, MAX_TIMEOUT_S)
+        stream = Stream(owner, fetch.stream, offer, indices, timeout_s, self._carrier.on_device)
         stream.credit = min(fetch.credit, msg.MAX_WINDOW)
         if self._sender.reply(owner, [msg.encode(msg.Opened(fetch.stream, len(indices))), pack_header(header)]):
             self._sender.add(stream)

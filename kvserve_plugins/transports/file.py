@@ -99,8 +99,11 @@ class File(Store):
         return LocalDelivery(reader.header, indices, get, waits=False, on_close=reader.close)
 
     def _open(self, key: str) -> FrameReader:
+        path = self._folder.file(key)
         try:
-            return FrameReader(self._folder.file(key))
+            if path.exists() and not path.is_file():
+                raise TransportError(f"{str(path)!r} is no file; remove it")  # a pipe would wait for a writer
+            return FrameReader(path)
         except FileNotFoundError:
             self._missing(key)
         except FrameError as error:
@@ -153,7 +156,10 @@ class File(Store):
 
     def _has(self, key: str) -> bool:
         try:
-            with self._folder.file(key).open("rb") as file:
+            path = self._folder.file(key)
+            if not path.is_file():  # a pipe would wait for a writer
+                return False
+            with path.open("rb") as file:
                 wire.unpack_header(file.read(wire.PRELUDE_BYTES + wire.MAX_HEADER + wire.ALIGN))
         except (FrameError, OSError):
             return False

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve_core.bandwidth import FASTEST, MIN_BYTES, SLOWEST, BandwidthEstimator
+from kvserve_core.bandwidth import MIN_BYTES, BandwidthEstimator
 from kvserve_core.errors import ConfigError
+from kvserve_core.goodput import FASTEST, SLOWEST
 
 
 class Clock:
@@ -285,3 +286,37 @@ def test_many_fetches_a_little_off_outweigh_any_bytes() -> None:
     for _ in range(8):
         fetch(links, 6e8, 10**8)
     assert links.estimate("a") == pytest.approx(6e8)
+
+
+def test_a_name_that_nobody_gave_a_link_is_not_kept() -> None:
+    links = BandwidthEstimator(1e9)
+    fetch(links, 1e8, link="x" * 100_000)
+    assert len(links) == 0
+    assert links.estimate("x" * 100_000) == 1e9
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_does_not_make_fetches_overlap(jump_s: float) -> None:
+    """One fetch after the other, none of them at the same time: one more gets all of the link, before and after."""
+    clock = Clock()
+    links = BandwidthEstimator(1e8, clock=clock)
+
+    def one_after_the_other(count: int) -> None:
+        for _ in range(count):
+            clock.now += 0.1
+            fetch(links, 1e8)
+
+    one_after_the_other(20)
+    clock.now += jump_s
+    one_after_the_other(20)
+    assert links.estimate("a", active=0) == pytest.approx(1e8, rel=0.01)
+
+
+def test_reports_of_two_threads_may_come_in_the_wrong_order() -> None:
+    """Two fetches at a time, reported a little late: that is not a clock that was set back."""
+    links = BandwidthEstimator(1e8)
+    for i in range(40):
+        late = 0.001 if i % 2 else 0.0
+        links.observe("a", 10**7, 0.2, 100.0 + 0.1 * i - late)
+    assert links.estimate("a", active=1, now=104.0) == pytest.approx(5e7, rel=0.05)
+    assert links.estimate("a", active=0, now=104.0) == pytest.approx(1e8, rel=0.05)

@@ -291,6 +291,11 @@ def test_kinds_of_request_are_bounded() -> None:
     assert len(control._menus) == module.MAX_MENUS
 
 
+def test_a_workload_without_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"workload: a name of 100000 characters; expected at most 1024"):
+        three().choose(ServiceContext(nbytes=MIB, workload="w" * 100_000))
+
+
 def test_many_threads_choose_while_others_observe() -> None:
     control = three()
 

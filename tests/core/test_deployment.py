@@ -109,6 +109,14 @@ def test_a_transport_that_keeps_nothing_is_no_store(tmp_path: Path) -> None:
     deployment.close()
 
 
+def test_a_fault_that_nobody_injects_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVE_FAULT", "zeros")
+    deployment = Deployment(Settings(), KV)
+    with pytest.raises(ConfigError, match="unknown fault 'zeros'; did you mean 'zero'"):
+        deployment.consumer(whole(KV), lambda transfer_id, at, x: None)
+    deployment.close()
+
+
 @pytest.mark.parametrize("fault", ["", "zero"])
 def test_sessions_move_a_cache_and_the_fault_zeroes_it(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSERVE_FAULT", fault)
@@ -149,3 +157,11 @@ def test_the_workload_is_the_request_s_or_the_classifier_s_or_the_deployment_s()
     assert chosen.context(10, RequestOptions(workload="support"), prompt=prompt).workload == "support"
     assert chosen.context(10).workload == "mixed"
     assert Deployment(Settings(workload="mixed"), KV).context(10, prompt=prompt).workload == "mixed"
+
+
+def test_the_controller_gets_the_links_and_the_form_of_the_settings() -> None:
+    made = Deployment(Settings.model_validate({"priors": {"east": "5Gbps"}, "chunk_bytes": "4MiB"}), KV)
+    assert made.controller.links.estimate("east") == 6.25e8
+    assert made.controller.links.estimate("west") == made.settings.bandwidth
+    assert made.controller.form.chunk_bytes == 4 * 2**20
+    assert made.context(100, link="east", store=True).intent == "store"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 from controller_cases import FREE_RAW, GBPS, MIB, Recorder, analytic, library, profile, three
 from kvserve_core.controller import Controller
 from kvserve_core.errors import ConfigError, UnknownNameError
+from kvserve_core.latency import Speed
+from kvserve_core.library import Profile, QualityRecord
 from kvserve_core.model_time import ModelTime
-from kvserve_core.policy import ServiceContext
+from kvserve_core.policy import Candidate, Choice, Outcome, ServiceContext
+from kvserve_core.profile import RAW_CHAIN, PipelineSpec
 
 BPT = 57344
 """Bytes of KV per token."""
@@ -76,7 +80,9 @@ def test_time_that_has_passed_alone_decides_whether_the_slo_is_met() -> None:
 
 def test_tokens_to_generate_count_for_the_job_and_not_for_the_first_token() -> None:
     control = three()
-    control.model.observe_decode(100, 2.0)
+    control.observe_decode(100, 2.0)
+    control.observe_decode(100, -1.0)
+    assert control.refused_outcomes == 1
     asked = context(1000, tokens=0, output_tokens=50, slo_s=0.5)
     assert control.choose(asked).reason == "fastest"
     decision = control.choose(replace(asked, slo_kind="jct"))
@@ -98,6 +104,13 @@ def test_the_policy_sees_the_deadline_that_is_left() -> None:
     policy = Recorder()
     control = Controller(library(FREE_RAW), policy)
     assert control.choose(context(10, slo_s=1.0, elapsed_s=0.4)).context.slo_s == pytest.approx(0.6)
+
+
+class Keeper(Recorder):
+    """Picks the fastest, and keeps what it was told."""
+
+    def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Choice:
+        return Choice(0, "fastest")
 
 
 # -- load or recompute -------------------------------------------------------------------------------------------------
@@ -153,6 +166,58 @@ def test_a_load_that_cannot_be_is_refused() -> None:
         loader().decide_load(-1, context(1))
     with pytest.raises(UnknownNameError, match="unknown profile 'q'"):
         loader().decide_load(1, context(1), profile="q")
+
+
+def test_what_may_not_serve_a_request_is_not_loaded() -> None:
+    control = loader(s_per_token=1.0)
+    assert control.decide_load(4096, context(4096), profile="p").action == "load"
+    found = control.decide_load(4096, context(4096, acceptable=frozenset({"raw"})), profile="p")
+    assert (found.action, found.load_s, found.pays_from, found.recompute_s) == ("recompute", inf, inf, 4096.0)
+    assert found.reason == "it may not be loaded: p: the peer cannot decode it"
+    assert control.decide_load(4096, context(4096, acceptable=frozenset({"p"})), profile="p").action == "load"
+    assert control.decide_load(4096, context(4096, acceptable=frozenset()), profile="raw").action == "load"
+    lossy = Controller(library(profile("q", 4.0, 1e12, lower=0.98)), analytic())
+    assert "below 0.99" in lossy.decide_load(4096, context(4096), profile="q").reason
+    assert lossy.decide_load(4096, context(4096, min_quality=0.9), profile="q").action == "load"
+
+
+def test_nobody_waits_while_a_store_is_written() -> None:
+    """Encoding takes ten times as long as sending raw, decoding nothing: for a reader it is faster all the same."""
+    slow = Profile(
+        name="slow",
+        pipeline=PipelineSpec(planes={"*": RAW_CHAIN}),
+        cr=8.0,
+        encode=Speed.of(GBPS / 10),
+        decode=Speed(1e-3, 0.0),
+        quality={"default": QualityRecord(value=1, lower=1, upper=1, metric="m", samples=3)},
+    )
+    policy = Keeper()
+    control = Controller(library(FREE_RAW, slow), policy)
+    asked = ServiceContext(nbytes=10**8, bandwidth=GBPS, model_s=0.5)
+    assert control.choose(asked).profile == "raw"
+    decision = control.choose(replace(asked, intent="store"))
+    first = decision.candidates[0]
+    assert (first.profile, first.encode_s) == ("slow", pytest.approx(8.0))
+    assert first.latency_s == pytest.approx(0.5 + first.transfer_s + first.decode_s)
+    took = Outcome("t", "slow", 10**8, 10**8 // 8, encode_s=8.0, transfer_s=0.1, decode_s=1e-3, total_s=0.11)
+    control.observe(decision, took)
+    (told,) = policy.outcomes
+    assert told.spent_s == 0.11
+    assert told.expected_s < 1.0
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 2**20])
+def test_the_fastest_to_read_is_the_optimum_over_all_profiles(chunk_bytes: float | None) -> None:
+    profiles = [profile(f"p{i}", 1.3 + i, 4e9 / (i + 1), fixed_s=1e-3 * i) for i in range(9)]
+    control = Controller(library(FREE_RAW, *profiles), analytic(), chunk_bytes=chunk_bytes)
+    form = replace(control.form, stored=True)
+    for gbps in (0.1, 1, 10, 100, 1000):
+        asked = ServiceContext(nbytes=10**8, bandwidth=gbps * GBPS, intent="store")
+        best = min(
+            form.seconds(p.encode.seconds(10**8), 10**8 / p.cr / (gbps * GBPS), p.decode.seconds(10**8), 10**8)
+            for p in control.profiles
+        )
+        assert control.choose(asked).candidates[0].latency_s == pytest.approx(best)
 
 
 def test_a_store_reckons_with_the_link_that_it_will_be_read_over() -> None:

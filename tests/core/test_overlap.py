@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller_cases import FREE_RAW, GBPS, analytic, library, profile, three
+from controller_cases import FREE_RAW, GBPS, Recorder, analytic, library, profile, three
 from kvserve_core.controller import Controller
 from kvserve_core.errors import ConfigError
 from kvserve_core.overlap import Form
@@ -95,11 +97,16 @@ def test_explain_shows_overlapped_times() -> None:
 
 
 def test_what_was_spent_on_an_overlapped_transfer_is_the_consumers_total() -> None:
-    control = three(chunk_bytes=2**20)
+    policy = Recorder()
+    control = Controller(library(FREE_RAW, profile("p", 10.0, 4e9)), policy, chunk_bytes=2**20)
     decision = control.choose(ServiceContext(nbytes=10**8, bandwidth=GBPS))
-    told = control._judged(decision, Outcome("t", decision.profile, 10**8, 10**7, 0.1, 0.2, 0.1, total_s=0.25))
-    assert told.spent_s == 0.25
-    parts = control._judged(decision, Outcome("t", decision.profile, 10**8, 10**7, 0.1, 0.2, 0.1))
+    given = Outcome("t", decision.profile, 10**8, 10**7, 0.1, 0.2, 0.1, total_s=0.25)
+    control.observe(decision, given)
+    control.observe(decision, replace(given, total_s=0.0))
+    assert given.spent_s == 0.0, "what was handed in stays as it is"
+    total, parts = policy.outcomes
+    assert replace(total, spent_s=0.0, expected_s=0.0) == given
+    assert total.spent_s == 0.25
     assert parts.spent_s == pytest.approx(0.2 + 0.2 / (10**8 / 2**20))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ def test_variables_take_json_and_lists_take_commas() -> None:
         "KVSERVE_TRANSPORT": json.dumps({"name": "acme.rdma", "acme.rdma": {"rails": 2}}),
         "KVSERVE_LIBRARY": "/models/m.kvlib",
         "KVSERVE_WIRE_COMPAT": "1.0",
+        "KVSERVE_GPU__SMS": "16",
+        "KVSERVE_GPU__BATCH_BYTES": "64MiB",
     }
     settings = load_settings(None, environ).settings
     assert settings.allow_unprofiled == ("fast", "small")
@@ -80,6 +83,7 @@ def test_variables_take_json_and_lists_take_commas() -> None:
     assert settings.transport.spec() == ComponentSpec(name="acme.rdma", configuration={"rails": 2})
     assert settings.library == Path("/models/m.kvlib")
     assert settings.wire_compat == "1.0"
+    assert (settings.gpu.sms, settings.gpu.batch_bytes) == (16, 64 * 2**20)
 
 
 def test_a_table_in_a_variable_comes_before_its_fields() -> None:
@@ -111,6 +115,8 @@ def test_the_given_extra_config_is_not_changed() -> None:
         ({"min_qualty": 1}, "min_qualty", "unknown setting 'min_qualty'; did you mean 'min_quality'? allowed: "),
         ({"peers": {"accpt": "any"}}, "peers.accpt", "unknown setting 'accpt'; did you mean 'accept'? allowed: accept"),
         ({"peers": {"accept": "al"}}, "peers.accept", "Input should be 'portable' or 'any', got 'al'"),
+        ({"gpu": {"sms": -1}}, "gpu.sms", "Input should be greater than or equal to 0, got -1"),
+        ({"gpu": {"batch_bytes": "1GiB"}}, "gpu.batch_bytes", "Input should be less than or equal to 268435456"),
         (
             {"policy": {"name": "static", "confguration": {}}},
             "policy.confguration",
@@ -210,3 +216,23 @@ def test_the_cache_folder_follows_the_variable_then_the_desktop_standard() -> No
     assert cache_dir({"KVSERVE_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
     assert cache_dir({"XDG_CACHE_HOME": "/x"}) == Path("/x/kvserve")
     assert cache_dir({}) == Path.home() / ".cache" / "kvserve"
+
+
+def test_priors_by_link_and_chunks_are_settings() -> None:
+    found = load_settings({"priors": {"east": "5Gbps"}, "chunk_bytes": "4MiB"}, {"KVSERVE_PRIORS": '{"west": "1Gbps"}'})
+    assert found.settings.priors == {"east": 6.25e8, "west": 1.25e8}
+    assert found.settings.chunk_bytes == 4 * 2**20
+    assert {path: str(origin) for path, _, origin in found.values()}["priors.west"] == "env KVSERVE_PRIORS"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"priors": {"east": "0Gbps"}}, "priors.east: .*greater than 0"),
+        ({"priors": {"east": "fast"}}, "priors.east: bandwidth 'fast' is not understood"),
+        ({"priors": "5Gbps"}, "priors: "),
+        ({"chunk_bytes": 0}, "chunk_bytes: .*greater than 0"),
+    ],
+)
+def test_priors_and_chunks_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    assert re.search(message, str(error_of(given)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvserve_core import container, payload, wire
+from kvserve_core import bodies, container, payload, wire
 from kvserve_core.spec import DType
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
@@ -86,12 +86,12 @@ def test_constants_in_the_text() -> None:
     major, minor = wire.VERSION
     for text in (
         f"format version {major}.{minor}",
-        f"pieces of {wire.PIECE} bytes",
+        f"pieces of {bodies.PIECE} bytes",
         f"multiple of {wire.ALIGN} bytes",
         f"multiple of {payload.PIECE_ALIGN} bytes",
         f"at most {wire.MAX_PLANES}, each once",
         f"below {wire.MAX_ID}",
-        f"0x{wire._SEED_STEP:X}",
+        f"0x{bodies._SEED_STEP:X}",
     ):
         assert text in DOCUMENT
     magic = {name: table(f"layout: {name}")[0][3].strip("`") for name in ("prelude", "trailer")}

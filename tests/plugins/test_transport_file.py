@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,25 @@ def test_contains_counts_the_leading_keys(tmp_path: Path) -> None:
     assert made.contains([]) == 0
     made.withdraw("a", "damaged")
     assert made.contains(["a", "b"]) == 0
+
+
+def test_a_pipe_under_a_keys_name_is_no_object_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    os.mkfifo(made._folder.file("a"))
+    assert made.contains(["a"]) == 0
+    with pytest.raises(TransportError, match="is no file; remove it"):
+        made.fetch(made.address, "a", want(Source().plan), soon())
+    made.publish("a", Source(), 5)
+    assert made.contains(["a"]) == 1
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    made = store(tmp_path / "s")
+    made.publish("a", Source(), 5)
+    shutil.rmtree(tmp_path / "s")
+    assert made.contains(["a"]) == 0
+    made.publish("b", Source(), 5)
+    assert made.contains(["b"]) == 1
 
 
 def test_the_last_of_two_writers_wins_and_an_open_reader_keeps_its_frame(tmp_path: Path) -> None:

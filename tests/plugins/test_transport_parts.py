@@ -23,6 +23,7 @@ from kvserve_plugins.transports._pacing import Pacer
 from kvserve_plugins.transports._tcp_address import Address, parse, published
 from kvserve_plugins.transports._tcp_delivery import LinkClock
 from kvserve_plugins.transports._tcp_faults import Faults, corrupted, parse_faults
+from kvserve_plugins.transports.cuda_ipc import CudaIpc
 from kvserve_plugins.transports.file import File
 from kvserve_plugins.transports.memory import Memory
 from kvserve_plugins.transports.tcp import Tcp
@@ -39,7 +40,8 @@ class Clock:
 
 def test_summaries_equal_docstrings_and_the_hook_imports_neither_zmq_nor_torch() -> None:
     found = {c.name: c.summary for c in transports.kvserve_transports()}
-    assert found == {cls.__name__.lower(): summary_of(cls) for cls in (Memory, File, Tcp)}
+    classes = {"memory": Memory, "file": File, "tcp": Tcp, "cuda_ipc": CudaIpc}
+    assert found == {name: summary_of(cls) for name, cls in classes.items()}
     code = (
         "import sys, kvserve_plugins.transports as t; list(t.kvserve_transports());"
         "sys.exit(bool({'zmq', 'torch'} & set(sys.modules)))"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from kvserve_core.errors import (
 )
 from kvserve_core.policy import Outcome
 from kvserve_core.wire import Codebook, pack_header
+from kvserve_plugins.transports import _tcp_link
 from kvserve_plugins.transports import _tcp_messages as msg
 from kvserve_plugins.transports._tcp_address import parse
 from kvserve_plugins.transports.tcp import Tcp, create_keys
@@ -312,3 +314,36 @@ def test_a_fork_uses_links_of_its_own(consumer: Tcp) -> None:
         assert consumer_links._pop(at) is None
         for link in consumer_links._parents[at]:  # the parent would
             link.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Somebody who takes connections and says nothing, as where packets are dropped."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_peer_that_says_nothing_is_lost_long_before_the_deadline_and_then_at_once(silent: str) -> None:
+    consumer = Tcp(Tcp.Config(heartbeat="100ms"))
+    try:
+        for within in ("it never came up", "it is known"):
+            with pytest.raises(PeerLost, match=r"no connection to the producer at .* comes up"):
+                consumer.fetch(silent, "t", want(Source().plan), time.monotonic() + 3600)
+            assert parse(silent) in consumer._links._down, within
+    finally:
+        consumer.close()
+
+
+def test_an_address_that_was_silent_is_tried_again(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tcp_link, "_DOWN_S", 0.0)
+    producer, consumer = Tcp(Tcp.Config()), Tcp(Tcp.Config(heartbeat="100ms"))
+    try:
+        with pytest.raises(PeerLost):
+            consumer.fetch(silent, "t", want(Source().plan), time.monotonic() + 3600)
+        source = Source()
+        address = producer.publish("t", source, 60)
+        consumer._links._down[parse(address)] = 0.0
+        check(list(consumer.fetch(address, "t", want(source.plan), soon())), source)
+    finally:
+        consumer.close()
+        producer.close()

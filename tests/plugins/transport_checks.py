@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from kvserve_core.bodies import host_bytes
 from kvserve_core.errors import PeerLost, TransferTimeout
 from kvserve_core.peer import PeerInfo
 from kvserve_core.spec import Region, Shard
@@ -80,10 +81,10 @@ def soon(seconds: float = LONG) -> float:
 
 
 def same(got: Sealed, expected: Sealed) -> bool:
-    return (got.index, bytes(got.head), bytes(got.body)) == (
+    return (got.index, bytes(got.head), bytes(host_bytes(got.body))) == (
         expected.index,
         bytes(expected.head),
-        bytes(expected.body),
+        bytes(host_bytes(expected.body)),
     )
 
 

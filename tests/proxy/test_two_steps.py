@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvserve_core.registry import default_registry
 from proxy_stand import PEER, Build, Engine, events, wait_until
 
 
@@ -81,6 +82,16 @@ def test_headers_reach_both_steps_as_demands(stand: Build) -> None:
         assert not any(name.startswith("x-kvserve") for name in headers)
 
 
+def test_the_workload_is_the_clients_word_or_else_the_classifiers(stand: Build) -> None:
+    p, d = Engine(), Engine()
+    at = stand([p], [d], classifier=default_registry().create("workload", "rules"))
+    at.post(prompt="Write a function that sorts a list.")
+    at.post({"x-kvserve-workload": "mine"}, prompt="Write a function that sorts a list.")
+    at.post(prompt=[1, 2, 3])
+    named = [body["kv_transfer_params"]["kvserve"].get("workload") for body in d.seen]
+    assert named == ["code", "mine", None]
+
+
 def test_requests_without_an_id_get_one_for_both_steps(stand: Build) -> None:
     p, d = Engine(), Engine()
     stand([p], [d]).text()
@@ -130,14 +141,14 @@ def test_bad_bodies_are_refused(stand: Build, content: bytes, says: str) -> None
 def test_the_decode_server_keeps_quality_classes_apart(stand: Build) -> None:
     p, d = Engine(), Engine()
     at = stand([p], [d])
-    for floor in ("0.9", "0.90", "1", "1.0"):
+    for floor in ("0.9", "0.90", "1", "1.0", "0.9999999"):
         at.post({"x-kvserve-min-quality": floor})
     at.post()
     at.post(cache_salt="tenant/1@x")
-    lax, lax_again, exact, exact_again, usual, own = (body["cache_salt"] for body in d.seen)
+    lax, lax_again, exact, exact_again, nearly, usual, own = (body["cache_salt"] for body in d.seen)
     assert lax == lax_again
     assert exact == exact_again
-    assert len({lax, exact, usual, own}) == 4
+    assert len({lax, exact, nearly, usual, own}) == 5
     assert not set("/@\\\0") & set(own)
     assert len(own) < 128
     assert all("cache_salt" not in body for body in p.seen[:-1])  # what it computes is exact

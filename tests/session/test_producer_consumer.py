@@ -312,7 +312,8 @@ def test_unknown_peer_that_cannot_decode_gets_a_typed_refusal(world: World) -> N
     assert isinstance(event, LoadFailed)
     assert isinstance(event.error, Unacceptable)
     assert event.valid == range(0)
-    assert consumer.counters.snapshot()["fallback_recompute"] == 1
+    counted = consumer.counters.snapshot()
+    assert (counted["fallback_codec"], counted["fallback_recompute"]) == (1, 1)
 
 
 def test_another_models_cache_is_refused(world: World) -> None:
@@ -320,6 +321,7 @@ def test_another_models_cache_is_refused(world: World) -> None:
     (event,) = load(decode, send(prefill, 300, "raw"))
     assert isinstance(event, LoadFailed)
     assert not decode[0].engine.writes
+    assert "fallback_codec" not in decode[0].session.counters.snapshot()  # no other codec would do
 
 
 def test_missing_rank_is_named(world: World) -> None:
@@ -488,7 +490,7 @@ def test_an_abort_while_encoding_leaves_no_bytes_reserved(world: World, monkeypa
         assert go_on.wait(20)
         return side.engine.gather(transfer_id, at)
 
-    monkeypatch.setattr(side.session, "_gather", slow)
+    monkeypatch.setattr(side.session._encoding, "_gather", slow)
     send([side], 300, "raw")
     assert inside.wait(20)
     side.session.abort("t", "client went away")
@@ -678,7 +680,7 @@ def test_an_exit_in_a_scatter_still_ends_the_fetch(world: World) -> None:
 def test_a_gather_of_the_wrong_shape_fails_its_request(world: World, wrong: object) -> None:
     kv = dense()
     side = world.producers(kv)[0]
-    side.session._gather = lambda tid, at: wrong(side.engine.gather(tid, at))
+    side.session._encoding._gather = lambda tid, at: wrong(side.engine.gather(tid, at))
     send([side], 300, "raw")
     failed = wait_for(side.session.poll, Failed)
     assert "gather gave" in failed.reason

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +99,14 @@ def test_the_requests_that_are_reported_are_those_of_the_file(
         ("tenants = []", r"scenario\.tenants"),
         ("engine = 3", r"scenario\.engine"),
         ("arrivals = 3", r"scenario\.arrivals"),
+        ("[[tenants]]\nshare = 1e308", r"scenario\.tenants\.0\.share"),
+        ("[[tenants]]\nshare = 1e-308", r"scenario\.tenants\.0\.share"),
+        ("[[tenants]]\ntokens = {median = 1e300}", r"scenario\.tenants\.0\.tokens\.median"),
+        ("[[tenants]]\ntokens = {high = 99999999999999999999}", r"scenario\.tenants\.0\.tokens\.high"),
+        ("[engine]\nprefill_per_token = '1h'", r"scenario\.engine: a request of \d+ tokens"),
+        ("[engine]\nbytes_per_token = 1e15", r"scenario\.engine: a request of \d+ tokens"),
+        ("[speeds]\nbias = 1e3", r"scenario\.speeds\.bias"),
+        ("[speeds]\ndrift_period = 1e-300", r"scenario\.speeds\.drift_period"),
     ],
 )
 @pytest.mark.parametrize("on_top", [(), ("--slo", "1s", "--trace", "TRACE")])
@@ -118,6 +131,10 @@ def test_a_malformed_scenario_is_one_line(
         (["--scenario", "no.toml"], "no.toml: cannot be read as TOML"),
         (["--slo", "soon"], r"scenario.tenants.0.slo: .*'soon'"),
         (["--library", "no.kvlib"], "no.kvlib"),
+        (["--rate", "1e-308"], r"scenario.rate: .*greater than or equal to"),
+        (["--rate", "1e308"], r"scenario.rate: .*less than or equal to"),
+        (["--requests", "1000000000000"], r"scenario.requests"),
+        (["--slo", "1e300s"], r"scenario.tenants.0.slo"),
     ],
 )
 def test_errors_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +177,13 @@ class Pyplot:
     def __init__(self) -> None:
         self.axes = (Axes(), Axes())
         self.saved: list[Path] = []
+        self.canvas = self
+
+    def figure(self) -> Pyplot:
+        return self
+
+    def get_supported_filetypes(self) -> dict[str, str]:
+        return {"png": "a picture", "what": "what savefig refuses all the same"}
 
     def subplots(self, *_: int, **__: Any) -> tuple[Pyplot, tuple[Axes, Axes]]:
         return self, self.axes
@@ -184,8 +208,29 @@ def test_what_a_plot_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert quantiles == sorted(quantiles)
     assert (shares[0], shares[-1]) == (0, 1)
     assert set(right.other.lines[0][2]) == {10.0}  # Gbps
-    code, _, err = run(capsys, *FAST, "--plot", "o.what")
+    code, out, err = run(capsys, *FAST, "--plot", "o.what")
     assert (code, err) == (2, "error: o.what: cannot be written: Format '.what' is not supported\n")
+    assert "60 requests, 2 seeds" in out, "the figures are not lost with the picture"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/such/o.png", "o.png: cannot be written: there is no folder 'no/such'"),
+        ("o.txt", "o.txt: cannot be written: format 'txt' is not known, use one of png"),
+        ("folder.png", "folder.png: cannot be written: it is a folder"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_found_out_before_the_work(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.png").mkdir()
+    monkeypatch.setattr("kvserve_core.cli.simulate.pyplot", Pyplot)
+    monkeypatch.setattr("kvserve_core.cli.simulate.play", lambda *_: pytest.fail("it began to work"))
+    code, out, err = run(capsys, *FAST, "--plot", name)
+    assert (code, out) == (2, "")
+    assert message in err
 
 
 def test_a_real_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,3 +239,78 @@ def test_a_real_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, *_ = run(capsys, *FAST, "--plot", str(out))
     assert code == 0
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", ["--trace", "--arrivals"])
+@pytest.mark.parametrize("cell", ["9" * 5000, "1" + "0" * 400, "x" * 200_000, '"' + "y" * 200_000])
+def test_a_cell_without_end_is_one_short_line(
+    option: str, cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f.csv"
+    path.write_text(f"time_s,tokens,bandwidth\n0,{cell},{cell}\n")
+    code, out, err = run(capsys, *FAST, option, str(path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "f.csv" in err
+    assert len(err) < 1000
+
+
+@pytest.mark.parametrize("rows", ["0,1e-300", "0,1e308", "0,1\n1e300,1"])
+def test_a_trace_that_no_link_has_is_refused(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"time_s,bandwidth\n{rows}\n")
+    code, _, err = run(capsys, *FAST, "--trace", str(path))
+    assert code == 2
+    assert re.search(r"t\.csv: the (bandwidths|times) of a trace must", err)
+
+
+def test_what_a_bandit_knows_is_read_and_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "s.json"
+    state.write_text('{"version": 1, "places": []}')
+    spec = {"name": "bandit", "configuration": {"state": str(state), "save_every": "1ms"}}
+    code, out, _ = run(capsys, *FAST, "--policy", json.dumps(spec), "--json")
+    assert (code, json.loads(out)["requests"]) == (0, 60)
+    assert state.read_text() == '{"version": 1, "places": []}'
+    assert list(tmp_path.iterdir()) == [state]
+
+
+INTERRUPTIBLE = """import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background ignores it
+if __name__ == "__main__":
+    from kvserve_core.cli import main
+    main(sys.argv[1:])
+"""
+
+
+def test_an_interrupt_ends_all_processes_at_once(tmp_path: Path) -> None:
+    """As a terminal does it: every process of the group gets the signal."""
+    options = ["--requests", "3000000", "--seeds", "2", "--workers", "2"]
+    started = [sys.executable, "-c", INTERRUPTIBLE, "simulate", *options]
+    process = subprocess.Popen(started, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    try:
+        while len(workers := children(process.pid)) < 2 and process.poll() is None:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert len(workers) == 2
+        assert "Process SpawnProcess" not in err, "no child has anything to say"
+        assert [worker for worker in workers if runs(worker)] == []
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def children(pid: int) -> list[str]:
+    """Spawned workers; multiprocessing's resource tracker is a child too."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there and is not one that only waits to be counted as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

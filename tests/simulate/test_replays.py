@@ -62,13 +62,38 @@ def test_the_order_of_figure_14_holds_and_what_no_curve_can_reach_is_said(contro
     assert near.detail["2WikiMQA"]["nearest any convex curve comes"]["for the rows at Gbps"] == [12, 10, 8]
 
 
+def test_no_reading_of_eq_1_meets_the_rows_of_figure_14(controller: ModuleType) -> None:
+    _, near = controller.BARS["fig14"]().values()
+    found = {
+        dataset: [each["largest error"] for each in detail["readings of eq. 1"].values() if "largest error" in each]
+        for dataset, detail in near.detail.items()
+    }
+    assert found == {"2WikiMQA": [8.192, 0.361, 0.506], "HotpotQA": [3.491, 0.183, 0.506]}
+    needed = [d["readings of eq. 1"]["V/cr in Gbit that each row would need"] for d in near.detail.values()]
+    assert [max(each.values()) / min(each.values()) > 1.4 for each in needed] == [True, True]
+    moved = {d: each["nearest any curve that falls with B comes to CacheGen"] for d, each in near.detail.items()}
+    assert moved == {"2WikiMQA": 0.072, "HotpotQA": 0.038}
+
+
+def test_the_best_scale_is_the_best(controller: ModuleType) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        fixed, each, y = (rng.uniform(0.1, 2, 6) for _ in range(3))
+        error, scale = controller.prefixes.scale_error(fixed, each, y)
+        tried = np.linspace(0, 20, 20_001)
+        errors = np.abs((fixed + tried[:, None] * each) / y - 1).max(axis=1)
+        assert error <= errors.min() + 1e-12
+        assert errors.min() == pytest.approx(error, abs=2e-2)
+        assert np.abs((fixed + scale * each) / y - 1).max() == pytest.approx(error)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_bent_curve_comes_nearer_than_said_and_one_comes_as_near(sign: int, controller: ModuleType) -> None:
     """Between the points moved down and up by the error there is room for a curve; with a little less there is none."""
     x, rng = np.array([0.01, 0.02, 0.05, 0.1, 0.2]), np.random.default_rng(1)
     for _ in range(20):
         y = rng.uniform(1, 3, 5)
-        error, _ = controller.published.bend_error(x, y, sign)
+        error, _ = controller.prefixes.bend_error(x, y, sign)
         for less, room in ((error * 0.99, False), (error * 1.01 + 1e-9, True)):
             low, high = y * (1 - less), y * (1 + less)
             outer, inner = (high, low) if sign > 0 else (low, high)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvserve_core.component import ComponentSpec
+from kvserve_core.errors import KVServeError
+from kvserve_core.simulate import run
 from kvserve_core.simulate.engine import Clock
 from kvserve_core.simulate.report import COLUMNS, report, rows
 from kvserve_core.simulate.run import build, play_seed, simulate
@@ -36,6 +41,24 @@ def test_a_seed_plays_the_same_again_and_in_other_processes() -> None:
     assert timeless(alone) == timeless(simulate(world, POLICIES, range(2), workers=2))
     first, second = alone["analytic"]
     assert first["ttft_s"] != second["ttft_s"]
+
+
+def test_a_process_that_dies_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "one", os._exit)
+    jobs: Any = [(3,), (3,)]
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(
+        KVServeError, match=r"a process of the simulation ended before it was done: .*; try fewer workers"
+    ):
+        run._in_processes(jobs, 2)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_processes_can_be_started_from_any_thread() -> None:
+    world = made(library(), requests=50)
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(simulate, world, {"analytic": ANALYTIC}, range(2), 2).result()
+    assert [each["requests"] for each in done["analytic"]] == [50, 50]
 
 
 def test_every_policy_meets_the_same_world() -> None:

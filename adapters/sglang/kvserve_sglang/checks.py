@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import fields
 from torch import Tensor
 
 from kvserve_core.errors import ConfigError, UnsupportedSpecError
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.settings import Settings
+
+HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"
 
 
 def check_manager(manager: Any) -> None:
@@ -29,6 +32,19 @@ def check_manager(manager: Any) -> None:
             raise UnsupportedSpecError(
                 f"kvserve does not carry {what}; serve without it, or with another transfer backend"
             )
+
+
+def check_host_receive(disagg: Any, server_args: type) -> None:
+    """Raise UnsupportedSpecError where SGLang would have requests received into host memory.
+
+    Which threshold means never moved between releases (0, later 1), but it is the default of ``server_args`` in all.
+    """
+    default = next((field.default for field in fields(server_args) if field.name == HOST_RECEIVE), None)
+    if getattr(disagg, HOST_RECEIVE, default) != default:
+        raise UnsupportedSpecError(
+            f"kvserve writes to device pages only; leave out --{HOST_RECEIVE.replace('_', '-')}, or use another"
+            " transfer backend"
+        )
 
 
 def check_metadata(buffers: Any) -> None:

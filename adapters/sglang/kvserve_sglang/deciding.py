@@ -61,8 +61,8 @@ class Judge:
             return every
         return frozenset(name for name in every if self._pipelines[name].lossless)
 
-    def report(self, rank: int, outcome: Outcome) -> Outcome | None:
-        """One rank's part; the whole once all have reported."""
+    def report(self, rank: int, outcome: Outcome) -> tuple[Decision, Outcome] | None:
+        """One rank's part; the decision and the whole once all have reported."""
         waiting = self._open.get(outcome.transfer_id)
         if waiting is None:
             return None
@@ -73,7 +73,7 @@ class Judge:
         del self._open[outcome.transfer_id]
         whole = joined(list(parts.values()))
         self._deployment.controller.observe(decision, whole)
-        return whole
+        return decision, whole
 
     def forget(self, transfer_id: str) -> None:
         """It ended without reports."""

@@ -75,12 +75,12 @@ class DecodeSide:
     def __init__(
         self, rooms: Rooms, layout: Layout, consumers: Consumers, exporter: Exporter, timeout_s: float
     ) -> None:
-        self._rooms, self._layout, self._consumers, self._exporter = rooms, layout, consumers, exporter
+        self._rooms, self._layout, self._consumers, self.exporter = rooms, layout, consumers, exporter
         self._timeout_s = timeout_s
         self._open: dict[int, Receiving] = {}
         self._by_id: dict[str, Receiving] = {}
         self._sessions: set[Consumer] = set()
-        self.pump = Pump("kvserve-decode", self._handle, self._poll, lambda: bool(self._by_id))
+        self.pump = Pump("kvserve-decode", self._handle, self._poll, lambda: bool(self._by_id), self._dropped)
 
     def peer(self, prefill_size: int) -> PeerInfo:
         """What this rank can read."""
@@ -160,25 +160,30 @@ class DecodeSide:
                 f"the prefill side sends {total} tokens, this side has {slots.prefix} and made room for"
                 f" {slots.num_pages} pages of {slots.page_size}"
             )
+        if locator.transfer_id in self._by_id:
+            raise KVServeError(f"the transfer {locator.transfer_id!r} is another room's; restart the prefill server")
         receiving.total, receiving.transfer_id = total, locator.transfer_id
         self._by_id[locator.transfer_id] = receiving
         receiving.consumer.fetch(locator, range(min(slots.prefix, total - 1), total), receiving.deadline)
         if not receiving.alive:  # ended before there was something to cancel
             receiving.consumer.cancel(locator.transfer_id)
 
+    def _dropped(self) -> None:
+        self.exporter.count("hook_failures", hook="pump")
+
     def _poll(self) -> None:
         for consumer in list(self._sessions):
             for event in consumer.poll():
                 self._ended(event)
-        self._exporter.set("active", self.active, side="consumer")
+        self.exporter.set("active", self.active, side="consumer")
 
     def _ended(self, event: Loaded | LoadFailed) -> None:
         receiving = self._by_id.pop(event.transfer_id, None)
-        self._exporter.transfer(event.outcome, "consumer")
+        self.exporter.transfer(event.outcome, "consumer")
         if receiving is None:
             return
         if isinstance(event, Loaded):
-            self._exporter.count("external_tokens", len(event.tokens))
+            self.exporter.count("external_tokens", len(event.tokens))
             if receiving.alive:
                 self._rooms.succeed(receiving.room)
         elif receiving.alive:

@@ -43,6 +43,7 @@ class KVServeHiCacheStorage(HiCacheStorage):
             KVServeError: the pool is not known, or a page does not come back as it was.
         """
         super().register_mem_pool_host(mem_pool_host)
+        self.close()  # of a pool that was registered before
         self._cache = cache = open_cache(mem_pool_host, self._config, Served.now())
         try:
             check_round_trip(mem_pool_host, cache.store)
@@ -71,7 +72,7 @@ class KVServeHiCacheStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many of the first pages are stored."""
-        return self._guarded("looked up", 0, lambda cache: cache.leading(keys))
+        return self._guarded("batch_exists", 0, lambda cache: cache.leading(keys))
 
     def exists(self, key: str) -> bool:
         """Whether a page is stored."""
@@ -82,27 +83,37 @@ class KVServeHiCacheStorage(HiCacheStorage):
     ) -> list[bool]:
         """Restore pages into the host pool; which of them came."""
         nothing = [False] * len(keys)
-        pages = self._pages(keys, host_indices)
-        return self._guarded("loaded", nothing, lambda cache: cache.load(keys, pages, _prefix(extra_info)))
+        return self._guarded(
+            "batch_get_v1",
+            nothing,
+            lambda cache: cache.load(keys, self._pages(keys, host_indices), _prefix(extra_info)),
+        )
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store pages; which of them are there now."""
         nothing = [False] * len(keys)
-        pages = self._pages(keys, host_indices)
-        return self._guarded("stored", nothing, lambda cache: cache.keep(keys, pages, _prefix(extra_info)))
+        return self._guarded(
+            "batch_set_v1",
+            nothing,
+            lambda cache: cache.keep(keys, self._pages(keys, host_indices), _prefix(extra_info)),
+        )
 
     def _pages(self, keys: list[str], host_indices: torch.Tensor) -> list[int]:
         """SGLang names the slot of every token; a page's are in one row."""
         size = self.mem_pool_host.page_size
         return [int(slot) // size for slot in host_indices[: len(keys) * size : size].tolist()]
 
-    def _guarded(self, what: str, otherwise: Result, work: Callable[[PageCache], Result]) -> Result:
+    def _guarded(self, hook: str, otherwise: Result, work: Callable[[PageCache], Result]) -> Result:
+        cache = self._cache
+        if cache is None:
+            return otherwise
         try:
-            return work(self._cache) if self._cache is not None else otherwise
+            return work(cache)
         except Exception:  # a store that fails costs a computation, never the server
-            log.exception("pages could not be %s", what)
+            log.exception("%s failed, its pages are computed", hook)
+            cache.exporter.count("hook_failures", hook=hook)
             return otherwise
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> NoReturn:

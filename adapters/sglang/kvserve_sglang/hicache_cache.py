@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,10 +12,9 @@ from kvserve_core.policy import Decision, Outcome
 from kvserve_core.prefix import CLASSES, classes_for
 from kvserve_core.requests import RequestOptions
 from kvserve_sglang.hicache_quality import Held, class_of, page_name, profile_quality
-from kvserve_sglang.hicache_store import Ended, PageStore, Placed
+from kvserve_sglang.hicache_store import Ended, PageStore, Placed, link_seconds
 from kvserve_sglang.metrics import Exporter
 
-LINK = "store"
 Prefix = Sequence[str] | None
 """Hashes of all pages before those of a call; None where SGLang does not say (``hicache_storage_pass_prefix_keys``)."""
 log = logging.getLogger(__name__)
@@ -52,12 +52,22 @@ class PageCache:
         """Restore pages into the host pool; which of them came."""
         found = self._found(keys, self._floor if prefix is not None else 1.0)
         placed = [self._placed(keys[i], pages[i], quality, prefix, i) for i, quality in enumerate(found)]
-        ended = self.store.read(placed)
-        came = [self._came(p, ended) for p in placed]
+        first = {p.name: p for p in reversed(placed)}  # a page has one place; a caller that names it again gets none
+        started = time.perf_counter()
+        ended = self.store.read([p for p in placed if first[p.name] is p])
+        self._learn(ended, time.perf_counter() - started)
+        came = [first[p.name] is p and self._came(p, ended) for p in placed]
         for key, quality, ok in zip(keys, found, came, strict=False):
             if ok:
                 self._loaded(key, quality)
         return came + [False] * (len(keys) - len(came))
+
+    def _learn(self, ended: Ended, wall_s: float) -> None:
+        """What reading gets out of the store, which is what pages are stored for."""
+        outcomes = [outcome for outcome in ended.values() if isinstance(outcome, Outcome)]
+        links = self.deployment.controller.links
+        links.observe(self.store.link, sum(o.wire_bytes for o in outcomes), link_seconds(outcomes, wall_s))
+        self.exporter.set("goodput_bytes_per_second", links.estimate(self.store.link), link=self.store.link)
 
     def _loaded(self, key: str, quality: float) -> None:
         self.held.loaded([key], quality if self.alone else min(quality, self._floor))
@@ -113,7 +123,7 @@ class PageCache:
 
     def _choose(self, tokens: int, quality: float) -> Decision:
         options = RequestOptions(min_quality=quality)
-        context = self.deployment.context(tokens, options, link=LINK, acceptable=self.acceptable, store=True)
+        context = self.deployment.context(tokens, options, link=self.store.link, acceptable=self.acceptable, store=True)
         return self.deployment.controller.choose(context)
 
     def _wrote(self, decision: Decision, outcome: Outcome | Exception) -> None:

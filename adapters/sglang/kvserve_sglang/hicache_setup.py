@@ -22,7 +22,7 @@ from kvserve_sglang.hicache_pages import HostPages, host_pages
 from kvserve_sglang.hicache_quality import Held
 from kvserve_sglang.hicache_store import PageStore
 from kvserve_sglang.metrics import Exporter
-from kvserve_sglang.setup import TransferDeployment, folder
+from kvserve_sglang.setup import TransferDeployment, check_policy, folder
 from kvserve_sglang.spec import model_spec
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 65536
@@ -144,6 +144,8 @@ def cache_of(
         ConfigError: the settings, their library or their store are wrong.
     """
     deployment = PageDeployment(Deployment.load(settings, model), pages.kv, pages.page_size)
+    check_policy(deployment)
+    metrics.set("library_loaded", float(deployment.library is not None))
     pipelines = deployment.pipelines(pages.shard, CPU)
     acceptable = deployment.acceptable(pipelines, None)
     kept = PageStore(deployment, pages, pipelines, store)

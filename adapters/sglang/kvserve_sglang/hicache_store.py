@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvserve_core.deployment import Deployment
-from kvserve_core.errors import KVServeError, TransferCancelled
+from kvserve_core.errors import KVServeError, TransferCancelled, TransferTimeout, TransportError
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.policy import Decision, Outcome
 from kvserve_core.session import Consumer, Failed, Freed, Loaded, LoadFailed, Producer
 from kvserve_core.spec import Region
 from kvserve_core.transport import Endpoint, Locator
+from kvserve_sglang.hicache_bounded import Bounded
 from kvserve_sglang.hicache_pages import HostPages
 
 WRITTEN_AT_ONCE = 16
 """Pages under way in the producer: its budget counts their original bytes."""
 POLL_S = 0.001
+GRACE_S = 0.5
+"""After its deadline the session ends a page itself, unless the page's thread hangs."""
 Ended = Mapping[str, Outcome | Exception]
 """By name: what it cost, or why it is not there."""
 
@@ -32,6 +35,16 @@ class Placed:
     name: str
     page: int
     start: int = 0
+
+
+def link_seconds(outcomes: Sequence[Outcome], wall_s: float) -> float:
+    """Seconds for which a link was busy with pages that came, some at a time, within ``wall_s``.
+
+    Threads fetch and decode at once. How many did, on average, is what their seconds add up to over the wall's.
+    """
+    fetching_s = sum(outcome.transfer_s for outcome in outcomes)
+    at_once = (fetching_s + sum(outcome.decode_s for outcome in outcomes)) / wall_s if wall_s > 0 else 1.0
+    return fetching_s / max(1.0, at_once)
 
 
 class Places:
@@ -71,24 +84,27 @@ class Places:
 
 
 class PageStore:
-    """One per rank. ``write`` and ``read`` wait: SGLang calls them on threads of their own.
+    """One per rank. ``write`` and ``read`` wait: SGLang calls them on threads of their own. link: the name under which
+    the goodput of reading is kept, and configured.
 
     Raises:
         ConfigError: ``store`` names no transport that keeps what it is given.
     """
 
     def __init__(self, deployment: Deployment, pages: HostPages, pipelines: Mapping[str, Pipeline], store: str) -> None:
-        self.pages, self._deadline_s = pages, deployment.settings.deadline
+        self.pages, self.link, self._deadline_s = pages, f"store:{store}", deployment.settings.deadline
         self.store = deployment.store(store)
         self._endpoint = Endpoint(self.store.address, pages.shard)
         self._writing, self._reading = Places(), Places()
         self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
         self._producer: Producer = deployment.producer(pipelines, self._gather, store)
-        self._consumer: Consumer = deployment.consumer(pages.shard, self._scatter, link="store")
+        self._stuck: set[str] = set()
+        self._lookup = Bounded(self._deadline_s)
+        self._consumer: Consumer = deployment.consumer(pages.shard, self._scatter, link=self.link)
 
     def leading(self, names: Sequence[str]) -> int:
-        """How many of the first are there."""
-        return self.store.contains(names)
+        """How many of the first are there; none where the store does not answer in time."""
+        return self._lookup.call(0, lambda: self.store.contains(names))
 
     def write(self, placed: Sequence[Placed], decision: Decision) -> Ended:
         """Encode and store pages under a profile; a page is visible once all of it is written."""
@@ -136,21 +152,41 @@ class PageStore:
             self._producer.abort(name, f"the store did not take it within {self._deadline_s:g} s")
 
     def read(self, placed: Sequence[Placed]) -> Ended:
-        """Fetch, verify and decode pages into their places. A page that failed may be written in part."""
-        ended: dict[str, Outcome | Exception] = {}
+        """Fetch, verify and decode pages into their places, until the deadline.
+
+        A page that failed may be written in part. While pages of an earlier call hang in the store, none are fetched.
+        """
         with self._read_lock:
+            self._stuck -= {name for name, _ in self._loaded()}
+            if self._stuck:
+                return {p.name: TransportError(f"the store {self.store.address!r} does not answer") for p in placed}
             self._reading.opened(placed)
             try:
-                until = time.monotonic() + self._deadline_s
-                waiting = {p.name for p in placed if self._fetch(p, until, ended)}
-                while waiting:
-                    for name, result in self._loaded():
-                        waiting.discard(name)
-                        ended[name] = result
-                    time.sleep(POLL_S if waiting else 0)
+                return self._read(placed)
             finally:
                 self._reading.closed(placed)
+
+    def _read(self, placed: Sequence[Placed]) -> Ended:
+        ended: dict[str, Outcome | Exception] = {}
+        until = time.monotonic() + self._deadline_s
+        waiting = {p.name for p in placed if self._fetch(p, until, ended)}
+        while waiting:
+            for name, result in self._loaded():
+                waiting.discard(name)
+                ended[name] = result
+            if waiting and time.monotonic() > until + GRACE_S:
+                ended.update(self._left(waiting))
+                break
+            time.sleep(POLL_S if waiting else 0)
         return ended
+
+    def _left(self, waiting: set[str]) -> Ended:
+        """Pages whose threads hang in the store: they write nothing any more, whenever they come back."""
+        self._stuck |= waiting
+        for name in waiting:
+            self._consumer.cancel(name)
+        late = f"the store {self.store.address!r} did not give it within {self._deadline_s:g} s"
+        return {name: TransferTimeout(late) for name in waiting}
 
     def _fetch(self, placed: Placed, until: float, ended: dict[str, Outcome | Exception]) -> bool:
         stop = placed.start + self.pages.page_size
@@ -177,5 +213,6 @@ class PageStore:
 
     def close(self) -> None:
         """End both sessions."""
+        self._lookup.close()
         self._producer.close()
         self._consumer.close()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from kvserve_core.errors import ConfigError
 from kvserve_core.requests import RequestOptions
+from kvserve_core.spec import SEGMENT_TOKENS
 
 CUSTOM = "kvserve"
 """The key in ``sampling_params.custom_params`` that holds a request's options."""
+HEAD_TOKENS, TAIL_TOKENS = 1024, 512
+"""What a workload classifier is shown of a long prompt."""
 log = logging.getLogger(__name__)
 
 
@@ -32,8 +36,31 @@ def describe_request(ready: bool, queue: Any, req: Any, *args: Any, **kwargs: An
     del queue, args, kwargs
     describe = getattr(req.disagg_kv_sender, "describe", None)
     if ready and describe is not None:
-        describe(len(req.origin_input_ids), options_of(req))
+        describe(len(req.origin_input_ids), options_of(req), partial(prefilled, req), partial(text_of, req))
     return ready
+
+
+def prefilled(req: Any) -> tuple[int, float] | None:
+    """Tokens that a request's prefill computed and its seconds, from the first of its batches to the end of the last.
+
+    None where SGLang does not say, and where nearly all was cached: what is left says little of prefill's speed.
+    """
+    stats = getattr(req, "time_stats", None)
+    began_s, ended_s = (getattr(stats, name, 0.0) for name in ("forward_entry_time", "prefill_finished_time"))
+    cached = getattr(req, "cached_tokens", 0)
+    tokens = len(req.origin_input_ids) - cached
+    if not 0 < began_s < ended_s or (cached and tokens < SEGMENT_TOKENS):
+        return None
+    return tokens, ended_s - began_s
+
+
+def text_of(req: Any) -> str:
+    """A prompt's beginning and end, which SGLang's scheduler keeps as tokens only; empty without a tokenizer."""
+    tokenizer, tokens = getattr(req, "tokenizer", None), list(req.origin_input_ids)
+    if tokenizer is None:
+        return ""
+    parts = [tokens] if len(tokens) <= HEAD_TOKENS + TAIL_TOKENS else [tokens[:HEAD_TOKENS], tokens[-TAIL_TOKENS:]]
+    return "\n".join(str(tokenizer.decode(part)) for part in parts)
 
 
 def options_of(req: Any) -> RequestOptions:

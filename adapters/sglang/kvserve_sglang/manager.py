@@ -9,16 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.utils.network import NetworkAddress
 
-from kvserve_core.errors import PluginError
+from kvserve_core.errors import PeerLost, PluginError
 from kvserve_core.settings import Settings
 from kvserve_sglang import pools
 from kvserve_sglang.checks import check_manager, check_metadata
 from kvserve_sglang.decode import DecodeSide
+from kvserve_sglang.lobby import Lobby
 from kvserve_sglang.messages import Decided, Located, Message, Register, Reported, Wanted, pack, unpack
 from kvserve_sglang.peers import Peers
 from kvserve_sglang.plugin import check_applied
@@ -75,6 +77,7 @@ class KVServeManager(CommonKVManager):
         self.setup: RankSetup | None = None
         self._side: PrefillSide | DecodeSide | None = None
         self._peers: Peers | None = None
+        self.lobby = Lobby(self._drop)
         self._stopped = threading.Event()
         self._listener: threading.Thread | None = None
 
@@ -91,6 +94,9 @@ class KVServeManager(CommonKVManager):
         Raises:
             KVServeError: this model, pool or configuration cannot be served.
         """
+        if self._side is not None:
+            log.warning("SGLang handed over its pool twice; the first one stays")
+            return
         with self._closed_on_error():
             check_manager(self)
             self._bind(RankSetup(engine, self, settings))
@@ -129,23 +135,39 @@ class KVServeManager(CommonKVManager):
             raise PluginError("SGLang did not hand its KV pool to kvserve: its hook on '_init_kv_manager' did not run")
         return self._side
 
+    def hook_failed(self, hook: str) -> None:
+        """Count what this rank caught, so that it reaches neither SGLang nor its other requests."""
+        if self._side is not None:
+            self._side.exporter.count("hook_failures", hook=hook)
+
     def close(self) -> None:
         """End the threads and sessions of this rank; for tests, as SGLang ends by ending its process."""
         self._stopped.set()
-        if self._side is not None:
-            self._side.close()
-        if self.setup is not None:
-            self.setup.deployment.close()
-        if hasattr(self, "_heartbeat_shutdown"):
-            self._heartbeat_shutdown.set()
-        if self._listener is not None:
-            self._listener.join()
-        self._zmq_ctx.destroy(linger=0)
+        try:
+            if self._side is not None:
+                self._side.close()
+            if self.setup is not None:
+                self.setup.close()
+        finally:
+            if hasattr(self, "_heartbeat_shutdown"):
+                self._heartbeat_shutdown.set()
+            if self._listener is not None:
+                self._listener.join()
+            self._zmq_ctx.destroy(linger=0)
 
     def send_message(self, ip: str, port: int, message: Message) -> None:
-        """To the control socket of a rank."""
+        """To the control socket of a rank; raises PeerLost when it takes nothing."""
         at = NetworkAddress(ip, port)
-        self._send_multipart_locked(at.to_tcp(), pack(message), is_ipv6=at.is_ipv6)
+        try:
+            self._send_multipart_locked(at.to_tcp(), pack(message), is_ipv6=at.is_ipv6)
+        except zmq.Again as error:
+            raise PeerLost(f"the control socket of {at.to_host_port_str()} takes no messages") from error
+
+    def _connect(self, endpoint: str, is_ipv6: bool = False) -> Any:
+        """As SGLang's, but a peer that takes nothing must not make the others wait for it."""
+        socket = super()._connect(endpoint, is_ipv6=is_ipv6)
+        socket.setsockopt(zmq.SNDTIMEO, 0)
+        return socket
 
     def slots(self, prefix: int, pages: Any, aux_index: int | None, state_indices: list[Any] | None) -> Slots:
         """The places of a request, as SGLang names them."""
@@ -156,11 +178,11 @@ class KVServeManager(CommonKVManager):
 
     def cells(self, aux_index: int | None, state_indices: list[Any] | None) -> tuple[dict[int, int], Any]:
         """Rows of the auxiliary buffers and states, and the pages of sliding windows."""
-        cells = {} if aux_index is None else {AUX_GROUP: int(aux_index)}
+        cells = {} if aux_index is None else {AUX_GROUP: _row(aux_index)}
         if state_indices is None:
             return cells, None
         for i, component in enumerate(pools.cell_components(self.kv_args)):
-            cells[STATE_GROUPS + i] = int(state_indices[component][0])
+            cells[STATE_GROUPS + i] = _row(state_indices[component][0])
         window = pools.window_component(self.kv_args)
         return cells, None if window is None else pools.as_pages(state_indices[window])
 
@@ -180,6 +202,7 @@ class KVServeManager(CommonKVManager):
                     take(self.server_socket.recv_multipart())
             except Exception:
                 log.exception("a control message was dropped")
+                self.hook_failed("control")
 
     def _take_as_prefill(self, frames: list[bytes]) -> None:
         if frames[0] == ABORT:
@@ -199,25 +222,44 @@ class KVServeManager(CommonKVManager):
             self.side.pump.put(message)
         elif status := self.parse_kv_status_message(frames):
             room, code, rank, reason = status
+            if code == KVPoll.Success:  # no prefill rank knows that; this side does
+                log.warning("somebody says that room %s was transferred, which is not for them to say", room)
+                return
             self.apply_prefill_status(bootstrap_room=room, status=code, prefill_rank=rank, failure_reason=reason)
 
     def _aborted(self, room: int) -> None:
         reason = "the decode engine aborted the request"
-        if self.request_status.get(room) not in (None, KVPoll.Success):
+        if self.lobby.gave_up(room, reason) and self.request_status.get(room) not in (None, KVPoll.Success):
             self.record_failure(room, reason)
             self.update_status(room, KVPoll.Failed)
         self.side.abort(room, reason)
 
+    def _drop(self, room: int) -> None:
+        """A room that has no sender."""
+        for table in (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len):
+            table.pop(room, None)
+        with self.failure_lock:
+            self.failure_records.pop(room, None)
+
+    def _turn_away(self, room: int, reason: str) -> None:
+        """Tell the decode ranks that asked so far."""
+        self.update_status(room, KVPoll.Bootstrapping)  # opens the room where its sender is not there yet
+        self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+        self.lobby.gave_up(room, reason)
+
     def _wanted(self, wanted: Wanted) -> None:
+        too_late = self.lobby.asked(wanted.room)
         infos = self.transfer_infos.setdefault(wanted.room, {})
         infos[wanted.session] = Asked(wanted)
+        if too_late:
+            self._turn_away(wanted.room, too_late)
+            return
         if len(infos) < wanted.ranks:
             return
         self.resolve_kv_replica_factor(infos)
         refusal = next(filter(None, (self._peers.refusal(session) for session in list(infos))), None)
         if refusal:
-            self.update_status(wanted.room, KVPoll.Bootstrapping)  # opens the room where its sender is not there yet
-            self.conclude_failure(bootstrap_room=wanted.room, failure_reason=refusal)
+            self._turn_away(wanted.room, refusal)
             return
         self.req_to_decode_prefix_len[wanted.room] = wanted.prefix
         self.update_status(wanted.room, KVPoll.WaitingForInput)
@@ -225,3 +267,8 @@ class KVServeManager(CommonKVManager):
 
 class KVServeBootstrapServer(CommonKVBootstrapServer):
     """SGLang's registry of prefill ranks."""
+
+
+def _row(number: Any) -> int:
+    """A row of the auxiliary buffers or a state; raises KVServeError when it is none."""
+    return int(pools.as_pages([int(number)])[0])

@@ -10,8 +10,11 @@ import logging
 from functools import cache
 from typing import Any
 
+from kvserve_core.controller import Controller
+from kvserve_core.latency import critical_bandwidth
 from kvserve_core.metric_names import METRICS, Metric
-from kvserve_core.policy import Outcome
+from kvserve_core.policy import Decision, Outcome
+from kvserve_core.pricing import Priced
 
 OWN = (Metric("active", "gauge", "Requests and transfers that have not ended.", ("side",)),)
 """Beside the series that every engine has."""
@@ -52,6 +55,22 @@ class Exporter:
             self.observe("transfer_seconds", outcome.transfer_s)
             self.observe("decode_seconds", outcome.decode_s)
             self.observe("load_seconds", outcome.total_s)
+
+    def settled(self, controller: Controller, decision: Decision, outcome: Outcome) -> None:
+        """A transfer over all ranks ended, and the controller has learned from it."""
+        context = decision.context
+        if context.slo_s is not None and context.model_s + outcome.encode_s + outcome.total_s > context.slo_s:
+            self.count("slo_misses")
+        self.set("goodput_bytes_per_second", controller.links.estimate(outcome.link), link=outcome.link)
+        for priced in controller.feasible(context):
+            if priced.profile.name == outcome.profile:
+                self.set("break_even_bytes_per_second", _pays_below(priced, context.nbytes), profile=outcome.profile)
+
+
+def _pays_below(priced: Priced, nbytes: int) -> float:
+    """B* of a profile at what it costs now, for so many bytes; Theorem 6.1."""
+    encode_s, decode_s, wire_bytes = priced.costs(nbytes)
+    return critical_bandwidth(nbytes / wire_bytes, nbytes / max(encode_s + decode_s, 1e-9))
 
 
 def _labelled(series: Any, labels: dict[str, str]) -> Any:

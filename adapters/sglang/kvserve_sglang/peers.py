@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping
 
 from kvserve_core.errors import TransportError
 from kvserve_sglang.messages import Register
 
+KEPT = 16384
+"""Decode ranks that are remembered, those that introduced themselves last."""
 log = logging.getLogger(__name__)
 
 
@@ -16,14 +19,17 @@ class Peers:
 
     def __init__(self, fingerprint: str, holds: Mapping[str, str]) -> None:
         self._fingerprint, self._holds = fingerprint, holds
-        self._known: dict[str, tuple[Register, str | None]] = {}
+        self._known: OrderedDict[str, tuple[Register, str | None]] = OrderedDict()
 
     def add(self, register: Register) -> None:
         """A decode rank introduced itself."""
         refusal = self._refused(register)
         if refusal:
             log.error("decode rank %s is refused: %s", register.session, refusal)
+        self._known.pop(register.session, None)
         self._known[register.session] = (register, refusal)
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
 
     def of(self, session: str) -> Register:
         """What a rank said of itself.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from kvserve_core.errors import UnsupportedSpecError
 from kvserve_core.spec import KVSpec, LayerGroup, Shard
 from kvserve_sglang.layout import Lanes, Place
 from kvserve_sglang.memory import rows
-from kvserve_sglang.slots import Pages
+from kvserve_sglang.slots import Pages, numbered
 from kvserve_sglang.spec import AUX_GROUP, STATE_GROUPS, State
 
 PLAIN = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
@@ -162,4 +161,4 @@ def window_component(kv_args: Any) -> int | None:
 
 def as_pages(indices: Any) -> Pages:
     """Page numbers as this adapter keeps them, from an array or a tensor of any device."""
-    return np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, np.int64)
+    return numbered(indices.cpu() if isinstance(indices, Tensor) else indices)

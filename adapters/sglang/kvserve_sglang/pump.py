@@ -13,12 +13,20 @@ log = logging.getLogger(__name__)
 
 
 class Pump:
-    """Calls ``handle`` for each message and ``poll`` in between, more often while ``busy``. Neither ends it."""
+    """Calls ``handle`` for each message and ``poll`` in between, more often while ``busy``.
+
+    What they raise ends neither the thread nor anything else: it is logged, and ``failed`` is called.
+    """
 
     def __init__(
-        self, name: str, handle: Callable[[object], None], poll: Callable[[], None], busy: Callable[[], bool]
+        self,
+        name: str,
+        handle: Callable[[object], None],
+        poll: Callable[[], None],
+        busy: Callable[[], bool],
+        failed: Callable[[], None],
     ) -> None:
-        self._handle, self._poll, self._busy = handle, poll, busy
+        self._handle, self._poll, self._busy, self._failed = handle, poll, busy, failed
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -43,6 +51,7 @@ class Pump:
                 self._step()
             except Exception:
                 log.exception("a kvserve message was dropped")
+                self._failed()
 
     def _step(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import requests
@@ -10,6 +11,8 @@ from kvserve_core.errors import PeerLost
 from kvserve_sglang.messages import Message, pack
 
 TIMEOUT_S = 5.0
+SILENT_S = 5.0
+"""How long a registry that did not answer is not asked again: each question would keep all requests waiting."""
 
 
 class Ranks:
@@ -18,6 +21,7 @@ class Ranks:
     def __init__(self, manager: Any, bootstrap_url: str) -> None:
         self._manager, self._url = manager, bootstrap_url
         self._known: dict[tuple[int, int], str] = {}
+        self._silent_until_s = 0.0
 
     @property
     def first(self) -> bool:
@@ -41,11 +45,20 @@ class Ranks:
         """Send to one rank.
 
         Raises:
-            PeerLost: the registry does not know it.
+            PeerLost: the registry does not know it, or did not answer just now.
         """
         if rank not in self._known:
-            self._known[rank] = self._find(rank)
+            self._known[rank] = self._asked(rank)
         self._manager._send_multipart_locked(self._known[rank], pack(message))
+
+    def _asked(self, rank: tuple[int, int]) -> str:
+        if time.monotonic() < self._silent_until_s:
+            raise PeerLost(f"the bootstrap server at {self._url} does not answer")
+        try:
+            return self._find(rank)
+        except requests.RequestException as error:
+            self._silent_until_s = time.monotonic() + SILENT_S
+            raise PeerLost(f"the bootstrap server at {self._url} does not answer: {error}") from error
 
     def _find(self, rank: tuple[int, int]) -> str:
         m = self._manager

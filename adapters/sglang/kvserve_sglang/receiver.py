@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -11,8 +12,11 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.runtime_context import get_disagg
 
+from kvserve_core.errors import UnsupportedSpecError
 from kvserve_sglang.failing import ENDED, raise_failure
 from kvserve_sglang.messages import Message, Register, Wanted, pack
+
+log = logging.getLogger(__name__)
 
 
 def shares_prefixes() -> bool:
@@ -32,15 +36,26 @@ class KVServeReceiver(CommonKVReceiver):
         destination: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Pages are ready. They stay here; the prefill ranks only learn that they may begin."""
+        """Pages are ready. They stay here; the prefill ranks only learn that they may begin.
+
+        Never raises: a failure is the request's.
+        """
         del kwargs
+        try:
+            if getattr(destination, "value", "device") != "device":
+                raise UnsupportedSpecError("kvserve writes to device pages only; leave out the host receive threshold")
+            self._ask(kv_indices, aux_index, state_indices, decode_prefix_len or 0)
+        except Exception as error:
+            log.exception("room %s cannot be asked for", self.bootstrap_room)
+            self.kv_mgr.hook_failed("send_metadata")
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _ask(self, pages: Any, aux_index: int | None, state_indices: list[Any] | None, prefix: int) -> None:
         mgr = self.kv_mgr
-        if getattr(destination, "value", "device") != "device":
-            raise NotImplementedError("kvserve writes to device pages only; leave out the host receive threshold")
         if self.bootstrap_infos is None:
             self._fail(f"no ranks of the prefill server {self.bootstrap_addr!r} are known")
             return
-        slots = mgr.slots(decode_prefix_len or 0, kv_indices, aux_index, state_indices)
+        slots = mgr.slots(prefix, pages, aux_index, state_indices)
         senders = sum(not info["is_dummy"] for info in self.bootstrap_infos)
         mgr.side.begin(self.bootstrap_room, slots, senders, self.prefill_info.attn_tp_size)
         if self._to_all(lambda info: self._wanted(slots.prefix, info["is_dummy"])):
@@ -54,14 +69,23 @@ class KVServeReceiver(CommonKVReceiver):
         return Wanted(self.bootstrap_room, *at, self.required_dst_info_num, prefix, dummy)
 
     def _register_kv_args(self) -> bool:
-        """Once per prefill server: what this rank holds and can read."""
-        if self.bootstrap_infos is None:
+        """Once per prefill server: what this rank holds and can read. Never raises: a failure is the request's."""
+        try:
+            if self.bootstrap_infos is None:
+                return False
+            register = self._register()
+            return self._to_all(lambda info: register)
+        except Exception as error:
+            log.exception("this rank cannot introduce itself to %s", self.bootstrap_addr)
+            self.kv_mgr.hook_failed("_register_kv_args")
+            self._fail(f"{type(error).__name__}: {error}")
             return False
+
+    def _register(self) -> Register:
         mgr = self.kv_mgr
         peer = mgr.side.peer(self.prefill_info.attn_tp_size)
         exact = shares_prefixes() and mgr.setup.settings.lossy_prefix_cache == "forbid"
-        register = Register(mgr.local_ip, mgr.rank_port, mgr.session_id, peer, mgr.setup.holds, exact)
-        return self._to_all(lambda info: register)
+        return Register(mgr.local_ip, mgr.rank_port, mgr.session_id, peer, mgr.setup.holds, exact)
 
     def _to_all(self, message: Callable[[dict[str, Any]], Message]) -> bool:
         for info in self.bootstrap_infos:

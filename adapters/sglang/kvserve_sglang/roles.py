@@ -8,17 +8,18 @@ from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.runtime_context import get_disagg
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
 from kvserve_core.session import Consumer
-from kvserve_sglang.checks import within_checksum
+from kvserve_sglang.checks import check_host_receive, within_checksum
 from kvserve_sglang.decode import DecodeSide, shards_together
 from kvserve_sglang.messages import Located, Wanted
 from kvserve_sglang.metrics import Exporter
 from kvserve_sglang.prefill import PrefillSide
 from kvserve_sglang.prefill_rank import Rank
 from kvserve_sglang.ranks import Ranks
-from kvserve_sglang.setup import RankSetup
+from kvserve_sglang.setup import RankSetup, check_policy
 
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ def prefill_side(manager: Any, setup: RankSetup) -> PrefillSide:
     exporter.set("library_loaded", float(setup.deployment.library is not None))
     log.info("kvserve sends %s by profiles %s", setup.kv.model_id, ", ".join(pipelines))
     ranks = Ranks(manager, bootstrap_url(manager))
+    if ranks.first:
+        check_policy(setup.deployment)
     number = manager._prefill_unique_rank()
     rooms = PrefillRooms(manager)
     return PrefillSide(Rank(rooms, ranks, setup.deployment, pipelines, setup.layout, exporter, number, setup.window))
@@ -76,6 +79,7 @@ def prefill_side(manager: Any, setup: RankSetup) -> PrefillSide:
 
 def decode_side(manager: Any, setup: RankSetup) -> DecodeSide:
     """The side that fetches; a session for each size of prefill server."""
+    check_host_receive(get_disagg(), ServerArgs)
 
     @cache
     def consumer(prefill_size: int) -> Consumer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -16,24 +17,45 @@ from kvserve_sglang.failing import ENDED, raise_failure
 from kvserve_sglang.sending import Chunk, Sending
 from kvserve_sglang.slots import Slots
 
+Prefilled = tuple[int, float]
+"""Tokens that a prefill computed, and the seconds it took."""
 log = logging.getLogger(__name__)
+
+
+def unknown() -> Prefilled | None:
+    """Where SGLang does not say."""
+    return None
 
 
 class KVServeSender(CommonKVSender):
     """A request on a prefill rank."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any) -> None:
         self._born = time.monotonic()
         self._total: int | None = None
         self._options = RequestOptions()
+        self._text: Callable[[], str] = str
         self._sending: Sending | None = None
-        super().__init__(*args, **kwargs)
+        self._prefilled: Callable[[], Prefilled | None] = unknown
+        over = mgr.lobby.entered(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
         if self.init_time is None:
             self.init_time = time.time()
+        if over:
+            mgr.conclude_failure(bootstrap_room=bootstrap_room, failure_reason=over)
 
-    def describe(self, num_tokens: int, options: RequestOptions) -> None:
-        """How long the prompt is, so that sending can begin with its first chunk."""
-        self._total, self._options = num_tokens, options
+    def describe(
+        self,
+        num_tokens: int,
+        options: RequestOptions,
+        prefilled: Callable[[], Prefilled | None] = unknown,
+        text: Callable[[], str] = str,
+    ) -> None:
+        """How long the prompt is, so that sending can begin with its first chunk.
+
+        prefilled: asked with the last chunk. text: the prompt's, asked where a classifier wants it.
+        """
+        self._total, self._options, self._prefilled, self._text = num_tokens, options, prefilled, text
 
     def send(
         self, kv_indices: Any, state_indices: list[Any] | None = None, num_kv_tokens: int | None = None, **kwargs: Any
@@ -47,6 +69,7 @@ class KVServeSender(CommonKVSender):
             self._send(kv_indices, state_indices, num_kv_tokens, event)
         except Exception as error:
             log.exception("room %s cannot be sent", self.bootstrap_room)
+            self.kv_mgr.hook_failed("send")
             reason = f"{type(error).__name__}: {error}"
             self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
 
@@ -59,7 +82,10 @@ class KVServeSender(CommonKVSender):
             self._sending = self._begin()
         tokens = len(pages) * mgr.kv_args.page_size if num_kv_tokens is None else num_kv_tokens
         cells, windows = mgr.cells(self.aux_index, state_indices) if last else ({}, None)
-        mgr.side.pump.put(Chunk(self._sending, pools.as_pages(pages), tokens, last, event, cells, windows))
+        prefilled = self._prefilled() if last else None
+        if last:
+            self._prefilled, self._text = unknown, str  # they hold the request that holds this sender
+        mgr.side.pump.put(Chunk(self._sending, pools.as_pages(pages), tokens, last, event, cells, windows, prefilled))
         mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
         self._record_transfer_indices(pages, state_indices if last else None)
 
@@ -70,7 +96,9 @@ class KVServeSender(CommonKVSender):
             raise PluginError("no decode rank asked for this room")
         prefix, targets = asked
         slots = Slots(mgr.kv_args.page_size, prefix)
-        sending = Sending(self.bootstrap_room, slots, targets, self._options, self._total, self._born)
+        sending = Sending(
+            self.bootstrap_room, slots, targets, self._options, self._total, text=self._text, born=self._born
+        )
         mgr.side.begin(sending)
         return sending
 
@@ -90,6 +118,11 @@ class KVServeSender(CommonKVSender):
         if self._sending is not None:
             self.kv_mgr.side.forget(self.bootstrap_room)
         super().clear()
+        self._leave()
+
+    def _leave(self) -> None:
+        reason = "the prefill engine ended the request" if self.conclude_state == KVPoll.Failed else ""
+        self.kv_mgr.lobby.left(self.bootstrap_room, reason)
 
     def abort(self) -> None:
         """SGLang ends the request; a decode side that is not fetching yet would wait for it."""
@@ -98,6 +131,7 @@ class KVServeSender(CommonKVSender):
         super().abort()
         if self._sending is not None:
             self.kv_mgr.side.forget(self.bootstrap_room, reason)
+        self._leave()
 
     def failure_exception(self) -> NoReturn:
         """Raise what went wrong."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvserve_core.errors import KVServeError
@@ -34,7 +35,8 @@ class Sending:
     """State of a request; the pump's, but for ``ended``: why the engine ended it. failed: both engines were told so.
 
     targets: the decode ranks that will fetch; none on a dummy rank. total: prompt tokens, None until the last chunk
-    where SGLang did not say earlier. born: when it arrived (``time.monotonic()``). grid: tokens of a cell.
+    where SGLang did not say earlier. text: gives the prompt's. born: when it arrived
+    (``time.monotonic()``). grid: tokens of a cell.
     """
 
     room: int
@@ -42,6 +44,7 @@ class Sending:
     targets: tuple[Target, ...]
     options: RequestOptions = field(default_factory=RequestOptions)
     total: int | None = None
+    text: Callable[[], str] = str
     born: float = field(default_factory=time.monotonic)
     tokens: int = 0
     ready: int = -1
@@ -131,7 +134,9 @@ class Sending:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one ``send`` of SGLang's adds. cells, windows: see :class:`Slots`; with the last one only."""
+    """What one ``send`` of SGLang's adds. With the last one only: cells, windows: see :class:`Slots`; prefilled: the
+    tokens that the engine computed, and in how many seconds, where it says so.
+    """
 
     to: Sending
     pages: Pages
@@ -140,3 +145,4 @@ class Chunk:
     event: Event | None = None
     cells: dict[int, int] = field(default_factory=dict)
     windows: Pages | None = None
+    prefilled: tuple[int, float] | None = None

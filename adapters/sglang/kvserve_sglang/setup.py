@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,8 @@ from kvserve_core.spec import KVSpec, Shard
 from kvserve_sglang import pools
 from kvserve_sglang.layout import Layout
 from kvserve_sglang.spec import model_spec, transfer_spec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,16 @@ class TransferDeployment(Deployment):
     def controller(self) -> Controller:
         """The model's."""
         return self._model.controller
+
+
+def check_policy(deployment: Deployment) -> None:
+    """Make what decides while the server starts: a policy or classifier that cannot be had is no request's failure.
+
+    Raises:
+        ConfigError: as the deployment does.
+    """
+    log.info("kvserve decides by the policy %r", deployment.settings.policy.name)
+    _ = deployment.controller, deployment.classifier
 
 
 class RankSetup:
@@ -127,6 +140,12 @@ class RankSetup:
     def pipelines(self) -> dict[str, Pipeline]:
         """By profile."""
         return self.deployment.pipelines(self.shard, self.device)
+
+    def close(self) -> None:
+        """Close what was made; what could not be made is not tried again."""
+        made = vars(self).get("deployment")
+        if made is not None:
+            made.close()
 
     @property
     def holds(self) -> dict[str, str]:

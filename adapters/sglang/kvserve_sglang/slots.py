@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvserve_core.errors import TransferCancelled
+from kvserve_core.errors import KVServeError, TransferCancelled
 from kvserve_core.spec import KVSpec, Region
 from kvserve_sglang.spec import AUX_GROUP
 
 Pages = NDArray[np.int64]
+
+
+def numbered(pages: Any) -> Pages:
+    """Page or row numbers as this adapter keeps them.
+
+    Raises:
+        KVServeError: they are no whole numbers from 0, which would read and write somewhere else.
+    """
+    found = np.asarray(pages)
+    if found.size and (found.dtype.kind not in "iu" or int(found.min()) < 0):
+        raise KVServeError(f"SGLang named {found.dtype} pages from {found.min()}, expected whole numbers from 0")
+    return found.astype(np.int64)
 
 
 @dataclass
@@ -33,8 +46,8 @@ class Slots:
     _joined: tuple[int, Pages | None] = (0, None)
 
     def add(self, pages: Sequence[int] | NDArray[np.integer]) -> None:
-        """The next pages."""
-        self.pages.append(np.asarray(pages, np.int64))
+        """The next pages; raises KVServeError for what names none."""
+        self.pages.append(numbered(pages))
 
     @property
     def num_pages(self) -> int:
@@ -44,8 +57,9 @@ class Slots:
     def of(self, kv: KVSpec, at: Region, total: int) -> Tensor:
         """Slots of a region's tokens, one a token, int64.
 
-        Tokens before ``prefix`` were given no page. They share a cell with later ones, so the first of those stands in
-        for them; the consumer does not write them.
+        Tokens before ``prefix`` were given no page, and the consumer does not write them. They share a cell with later
+        ones, of which the first stands in for them, or are sent because state and auxiliary row go with the last cell;
+        then slot 0 does, which SGLang gives to no request.
 
         Raises:
             TransferCancelled: the request has no place there (any more).
@@ -53,6 +67,8 @@ class Slots:
         group = kv.group(at.group)
         if group.unit == "state":
             return torch.tensor([self._cell(at.group)])
+        if at.stop <= self.prefix:
+            return torch.zeros(at.num_tokens, dtype=torch.int64)
         tokens = np.maximum(np.arange(at.start, at.stop), self.prefix)
         if group.window is not None:
             return self._slots(tokens - self._window_start(group.window, total), self.windows)

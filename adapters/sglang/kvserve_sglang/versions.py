@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from kvserve_core.errors import PluginError
 
 OLDEST, NEWEST = (0, 5, 21), (0, 5, 23)
@@ -12,10 +14,10 @@ def release(version: str) -> tuple[int, ...]:
     """The numbers of ``0.5.23``, ``0.5.23.post1`` or ``v0.5.23rc1``; what follows the third does not count."""
     numbers: list[int] = []
     for part in version.removeprefix("v").split(".")[:3]:
-        digits = "".join(c for i, c in enumerate(part) if part[: i + 1].isdigit())
-        if not digits:
+        found = re.match("[0-9]+", part)
+        if found is None:
             break
-        numbers.append(int(digits))
+        numbers.append(int(found[0]))
     return tuple(numbers)
 
 

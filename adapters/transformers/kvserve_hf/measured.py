@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from kvserve_core.library import DEFAULT_WORKLOAD, EXACT, Profile, ProfileLibrar
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import PipelineSpec
 from kvserve_core.spec import whole
-from kvserve_core.speed import measure_speed
+from kvserve_core.speed import LENGTHS, REPEATS, measure_speed
 from kvserve_hf.bench.pipelines import Calibrated, filled
 from kvserve_hf.engine import Engine
 from kvserve_hf.roundtrip import FrameRoundtrip
@@ -94,7 +96,8 @@ def _measure(
     pipeline = Pipeline.build(spec, engine.spec, whole(engine.spec), artefacts=artefacts, path=f"profiles.{name}")
     roundtrip = FrameRoundtrip(pipeline, artefacts)
     quality = bench.run(roundtrip, lambda done, of: progress(name, done, of) if progress else None)
-    encode, decode = measure_speed(pipeline, lambda at: engine.gather(bench.keys[0], at), artefacts)
+    read = partial(engine.gather, bench.keys[0])
+    encode, decode = measure_speed(pipeline, read, artefacts, LENGTHS, REPEATS, time.process_time)
     record = QualityRecord(
         value=quality.value,
         lower=min(quality.lower, quality.value),

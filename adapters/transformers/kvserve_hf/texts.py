@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import pydantic.dataclasses
 from blake3 import blake3
+from pydantic import Field, TypeAdapter, ValidationError
 
 from kvserve_core.errors import ArtefactError, did_you_mean
 from kvserve_core.evaluation.bench import CONTINUATION_TOKENS, PROMPT_TOKENS
@@ -33,22 +35,26 @@ class PinnedTextError(ArtefactError):
     """A pinned text is not installed here, or is not the text that was pinned."""
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid"))
 class PinnedText:
     """``length`` characters from ``offset`` of ``file``, a path relative to where ``package`` is installed.
 
-    anchor: the first characters, to find the passage again when it moved. blake3: of the passage in UTF-8.
+    kind: one of :data:`Kind`, or a word of one's own. anchor: the first characters, to find the passage again when it
+    moved. blake3: of the passage in UTF-8.
     """
 
     name: str
-    kind: Kind
+    kind: str
     package: str
     version: str
     file: str
-    offset: int
-    length: int
+    offset: Annotated[int, Field(ge=0)]
+    length: Annotated[int, Field(ge=1)]
     anchor: str
     blake3: str
+
+
+_LIST = TypeAdapter(list[PinnedText])
 
 
 @dataclass(frozen=True)
@@ -105,16 +111,21 @@ def read_pins(path: Path) -> list[PinnedText]:
     """A list of one's own, in the form of ``pinned_texts.json``.
 
     Raises:
-        PinnedTextError: it cannot be read, or is not such a list.
+        PinnedTextError: it cannot be read, or is not such a list; the message names the entry and the field.
     """
     try:
         return _pins(path.read_text("utf-8"))
-    except (OSError, ValueError, TypeError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = ".".join(map(str, first["loc"])) or "the whole"
+        problem = f"{at}: {first['msg']}, got {first['input']!r:.100}"
+        raise PinnedTextError(f"{str(path)!r} is not a list of pinned texts: {problem}") from None
+    except (OSError, ValueError) as error:
         raise PinnedTextError(f"{str(path)!r} is not a list of pinned texts: {error}") from error
 
 
 def _pins(text: str) -> list[PinnedText]:
-    return [PinnedText(**entry) for entry in json.loads(text)]
+    return _LIST.validate_json(text)
 
 
 def load_text(pin: PinnedText, allow_unpinned: bool = False) -> LoadedText:
@@ -172,7 +183,7 @@ def tokens(
     return out
 
 
-def pin(name: str, kind: Kind, package: str, file: str, offset: int, length: int = TEXT_CHARS) -> PinnedText:
+def pin(name: str, kind: str, package: str, file: str, offset: int, length: int = TEXT_CHARS) -> PinnedText:
     """A new pin of ``length`` characters of an installed file."""
     content, version = _read(package, file)
     passage = content[offset : offset + length]

@@ -6,9 +6,8 @@ request is served without its transfer. At start-up they do: a wrong setting or 
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,11 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvserve_core.deployment import Deployment
+from kvserve_core.errors import ConfigError
 from kvserve_core.settings import load_settings
 from kvserve_vllm import compat
+from kvserve_vllm.guard import guarded
 from kvserve_vllm.metadata import RankInfo, StepMeta, WorkerReport
 from kvserve_vllm.options import split_options
-from kvserve_vllm.prefix_keys import check_prefixes, check_windows
+from kvserve_vllm.prefix.keys import check_prefixes, check_windows
 from kvserve_vllm.scheduler.side import SchedulerSide
 from kvserve_vllm.spec import served_model
 from kvserve_vllm.stats import KVServeMetrics, KVServeStats
@@ -31,23 +32,6 @@ from kvserve_vllm.worker.side import WorkerSide
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-def guarded(default: Callable[[], T]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """What a hook answers when it fails: an engine's loop must not end because of a transfer."""
-
-    def decorate(hook: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(hook)
-        def call(self: Any, *args: Any, **kwargs: Any) -> T:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception:  # whatever went wrong, the engine goes on without this transfer
-                log.exception("kvserve failed in %r; the engine goes on", hook.__name__)
-                return default()
-
-        return call
-
-    return decorate
 
 
 class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -62,7 +46,8 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
         model = served_model(vllm_config, kv_cache_config)
         if options.prefix_store:
             check_prefixes(model, vllm_config.cache_config)
-        deployment = Deployment.load(load_settings(extra).settings, model.kv)
+        loaded = load_settings(extra)
+        deployment = Deployment.load(loaded.settings, model.kv)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._several_pools = len(kv_cache_config.kv_cache_groups) > 1
@@ -73,7 +58,7 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
         windows = any(group.window is not None for group in model.kv.groups)
         self._by_request = self._several_pools or (windows and compat.TransferResults is not None)
         if role == KVConnectorRole.SCHEDULER:
-            _say(transfer, model.kv.fingerprint)
+            _say(transfer, model.kv.fingerprint, loaded.unknown_env)
             wait = options.sync_load and not self._by_request
             sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
             self._scheduler = SchedulerSide(transfer, sizes, model, deployment, wait, options.prefix_store)
@@ -143,7 +128,7 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     _invalid: set[int] = set()  # noqa: RUF012  # never changed in place: an instance gets one of its own
 
-    @guarded(lambda: (set(), Ended()))
+    @guarded(lambda: (set(), Ended()), "get_finished")
     def _ended(self, finished_req_ids: set[str]) -> tuple[set[str], Ended]:
         return self._side(self._worker).finished(finished_req_ids)
 
@@ -157,6 +142,7 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
         """What the scheduler side learns from."""
         return self._side(self._worker).report()
 
+    @guarded(lambda: None)
     def shutdown(self) -> None:
         """Stop threads, close sockets."""
         (self._scheduler or self._side(self._worker)).close()
@@ -164,7 +150,17 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """All ranks are up."""
+        """All ranks are up.
+
+        Raises:
+            ConfigError: MultiConnector hands on what its first connector said of the ranks, and that is not this one.
+        """
+        foreign = next((type(said).__name__ for said in metadata.values() if not isinstance(said, RankInfo)), None)
+        if foreign is not None:
+            raise ConfigError(
+                f"the ranks are described by a {foreign} of another connector; list KVServeConnector first",
+                "kv_connector_extra_config.connectors",
+            )
         self._side(self._scheduler).meet(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -230,6 +226,12 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
         """For vLLM's own ``/metrics``."""
         return KVServeMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    def _hook_failed(self, hook: str) -> None:
+        """Count a hook that failed; the metric is this connector's own."""
+        side = self._scheduler or self._worker
+        if side is not None:
+            side.stats.hook_failed(hook)
+
     def _meta(self) -> StepMeta:
         meta = self._get_connector_metadata()
         return meta if isinstance(meta, StepMeta) else StepMeta()
@@ -240,7 +242,9 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
         return side
 
 
-def _say(transfer: Any, fingerprint: str) -> None:
+def _say(transfer: Any, fingerprint: str, unknown_env: Iterable[str]) -> None:
+    for name in unknown_env:
+        log.warning("the variable %r names no setting of kvserve and is ignored", name)
     if problem := compat.untested():
         log.warning("%s", problem)
     if transfer.is_kv_consumer and transfer.kv_load_failure_policy == "fail":

@@ -109,16 +109,38 @@ def read(view: Tensor, blocks: Tensor, heads: list[int], start: int, stop: int) 
     return x[:, skip : skip + stop - start]
 
 
-def write(view: Tensor, blocks: list[int], heads: list[int], start: int, x: Tensor, null: int | None = 0) -> None:
+class Known:
+    """Block numbers that are on their device already: the layers of a region have the same, and each copy waits."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], Tensor] = {}
+
+    def on(self, device: torch.device, blocks: list[int]) -> Tensor:
+        """As a tensor."""
+        key = tuple(blocks)
+        if key not in self._made:
+            self._made[key] = torch.tensor(blocks, device=device)
+        return self._made[key]
+
+
+def write(
+    view: Tensor,
+    blocks: list[int],
+    heads: list[int],
+    start: int,
+    x: Tensor,
+    null: int | None = 0,
+    known: Known | None = None,
+) -> None:
     """The inverse of :func:`read`: put ``x [H, T, D]`` in its place. Blocks with the id ``null`` are skipped.
 
-    Whole blocks are written in one go; only tokens of ``x`` are touched.
+    Whole blocks are written in one go; only tokens of ``x`` are touched. known: shared by the layers of a region.
     """
     for (first, last), piece in zip(_runs(heads), torch.split(x, _lengths(heads)), strict=True):
-        _write(view[:, first:last], blocks, start, piece, null)
+        _write(view[:, first:last], blocks, start, piece, null, known or Known())
 
 
-def _write(view: Tensor, blocks: list[int], start: int, x: Tensor, null: int | None) -> None:
+def _write(view: Tensor, blocks: list[int], start: int, x: Tensor, null: int | None, known: Known) -> None:
     size, count = view.shape[2], x.shape[1]
     head = min(-start % size, count)
     whole = (count - head) // size
@@ -128,7 +150,7 @@ def _write(view: Tensor, blocks: list[int], start: int, x: Tensor, null: int | N
     kept = [i for i, block in enumerate(ids) if block != null]
     if kept:
         body = x[:, head : head + whole * size].reshape(x.shape[0], whole, size, x.shape[2]).transpose(0, 1)
-        view[torch.tensor([ids[i] for i in kept], device=view.device)] = body if len(kept) == whole else body[kept]
+        view[known.on(view.device, [ids[i] for i in kept])] = body if len(kept) == whole else body[kept]
     if head + whole * size < count:
         _write_part(view, blocks[bool(head) + whole], 0, x[:, head + whole * size :], null)
 

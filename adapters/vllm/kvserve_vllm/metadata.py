@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvserve_core.peer import PeerInfo
 from kvserve_core.policy import Decision, Outcome
 from kvserve_core.transport import Endpoint, Locator
-from kvserve_vllm.prefix_meta import PrefixLoad, PrefixLoaded, PrefixStore, PrefixStored
+from kvserve_vllm.prefix.meta import PrefixLoad, PrefixLoaded, PrefixStore, PrefixStored
 
 Blocks = tuple[list[int], ...]
 """Block ids of a request, per KV cache group."""
@@ -49,6 +49,7 @@ class StepMeta(KVConnectorMetadata):
 
     drop: requests whose blocks are lost or whose offer ends, with the reason. grow: blocks to append by request.
     ready: tokens ``[0, stop)`` are final once this step's forward pass is done. prefix_...: the same for a store.
+    idle: no request computes anything in this step.
     """
 
     drop: dict[str, str] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class StepMeta(KVConnectorMetadata):
     prefix_cancel: list[str] = field(default_factory=list)
     prefix_load: list[PrefixLoad] = field(default_factory=list)
     prefix_store: list[PrefixStore] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from kvserve_core.requests import RequestOptions
 from kvserve_core.transport import Locator
 
 TABLE = "kvserve"
+MAX_ENDPOINTS = 128
+"""More ranks than a prefill engine has: what they hold is worked out for each fetch."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,21 @@ class TransferParams:
         """
         if not given:
             return cls()
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"must be a table, got {type(given).__name__}", "kv_transfer_params")
         table = given.get(TABLE) or {}
         if not isinstance(table, Mapping):
             raise ConfigError(f"must be a table, got {type(table).__name__}", f"kv_transfer_params.{TABLE}")
         locator = _read(table, "locator", Locator)
+        if locator is not None and len(locator.endpoints) > MAX_ENDPOINTS:
+            raise ConfigError(
+                f"has {len(locator.endpoints)} endpoints, one for each rank; at most {MAX_ENDPOINTS} are read",
+                f"kv_transfer_params.{TABLE}.locator",
+            )
         return cls(
-            offer=bool(given.get("do_remote_decode")),
-            fetch=bool(given.get("do_remote_prefill")) and locator is not None,
-            describe=bool(table.get("describe")),
+            offer=given.get("do_remote_decode") is True,
+            fetch=given.get("do_remote_prefill") is True and locator is not None,
+            describe=table.get("describe") is True,
             transfer_id=_text(table, "transfer_id") or uuid.uuid4().hex,
             options=RequestOptions.parse(table),
             peer=_read(table, "peer", PeerInfo),

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kvserve_core.spec import KVSpec, Region, Shard
-from kvserve_vllm.layout import Views, read, write
+from kvserve_vllm import paged_copy
+from kvserve_vllm.layout import Known, Views, read, write
+from kvserve_vllm.paged_copy import Stack
 
 BlockIds = Sequence[Sequence[int]]
 """Block ids of a request, per KV cache group of the engine. Id 0 is the null block: nothing is stored there."""
@@ -36,25 +38,46 @@ class Placement:
 
     def __init__(self, kv: KVSpec, shard: Shard, layers: Mapping[int, LayerCache]) -> None:
         self.kv, self.shard, self.layers = kv, shard, dict(layers)
+        self._stacks: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Stack | None] = {}
 
     def gather(self, blocks: BlockIds, at: Region) -> Tensor:
         """A copy of a region, ``[L, H, T, D]``, contiguous."""
-        heads = self._local_heads(at)
-        return torch.stack([self._read(self.layers[layer], blocks, at, heads) for layer in at.layers])
+        heads, known = self._local_heads(at), Known()
+        if (stack := self._stack(at, heads)) is not None:
+            ids, start = self._blocks(blocks, at)
+            return paged_copy.gather(stack, known.on(stack.like.device, ids), len(heads), start, at.num_tokens)
+        return torch.stack([self._read(self.layers[layer], blocks, at, heads, known) for layer in at.layers])
 
     def scatter(self, blocks: BlockIds, at: Region, x: Tensor) -> None:
         """Write a region; tokens whose block is the null block are dropped: the engine does not keep them."""
-        heads = self._local_heads(at)
+        heads, known = self._local_heads(at), Known()
+        if (stack := self._stack(at, heads)) is not None and stack.like.dtype == x.dtype:
+            ids, start = self._blocks(blocks, at)
+            paged_copy.scatter(stack, known.on(stack.like.device, ids), start, x, NULL_BLOCK)
+            return
         for layer, rows in zip(at.layers, x, strict=True):
             cache = self.layers[layer]
             view = cache.views[at.plane]
             ids, start = _kernel_blocks(cache, view.shape[2], blocks[cache.pool], at)
-            write(view, ids, heads, start, rows, NULL_BLOCK)
+            write(view, ids, heads, start, rows, NULL_BLOCK, known)
 
-    def _read(self, cache: LayerCache, blocks: BlockIds, at: Region, heads: list[int]) -> Tensor:
+    def _read(self, cache: LayerCache, blocks: BlockIds, at: Region, heads: list[int], known: Known) -> Tensor:
         view = cache.views[at.plane]
         ids, start = _kernel_blocks(cache, view.shape[2], blocks[cache.pool], at)
-        return read(view, torch.tensor(ids, device=view.device), heads, start, start + at.num_tokens)
+        return read(view, known.on(view.device, ids), heads, start, start + at.num_tokens)
+
+    def _stack(self, at: Region, heads: list[int]) -> Stack | None:
+        """How to copy all layers of a region at once; None: one by one."""
+        key = (at.plane, at.layers, at.heads)
+        if key not in self._stacks:
+            caches = [self.layers[layer] for layer in at.layers]
+            alike = len({(c.pool, c.block_size, c.state_at) for c in caches}) == 1 and caches[0].state_at is None
+            self._stacks[key] = paged_copy.stacked([c.views[at.plane] for c in caches], heads) if alike else None
+        return self._stacks[key]
+
+    def _blocks(self, blocks: BlockIds, at: Region) -> tuple[list[int], int]:
+        cache = self.layers[at.layers[0]]
+        return _kernel_blocks(cache, cache.views[at.plane].shape[2], blocks[cache.pool], at)
 
     def _local_heads(self, at: Region) -> list[int]:
         held = self.shard.heads(self.kv.group(at.group).plane(at.plane).num_heads)

@@ -80,6 +80,10 @@ class StatsBuffer:
         """One sample."""
         self._stats.add(name, value, *labels)
 
+    def hook_failed(self, hook: str) -> None:
+        """A hook of the engine, or a part of it, failed."""
+        self.add("hook_failures", 1, hook)
+
     def transferred(self, outcome: Outcome, side: str) -> None:
         """A transfer that ended, as one side saw it."""
         if self._first:
@@ -110,7 +114,7 @@ class StatsBuffer:
     def take(self) -> KVServeStats | None:
         """Everything since the last call, None when nothing happened."""
         now = self._counters.snapshot()
-        for rung in ("raw", "recompute"):
+        for rung in ("codec", "raw", "recompute"):
             if more := now.get(f"fallback_{rung}", 0) - self._seen.get(f"fallback_{rung}", 0):
                 self.add("fallbacks", more, rung)
         self._seen = now

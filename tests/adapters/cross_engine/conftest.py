@@ -12,6 +12,8 @@ SGLANG_TESTS = Path(__file__).parents[1] / "sglang"
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_HOST_IP="127.0.0.1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 sys.path[:0] = [str(Path(__file__).parent), str(SGLANG_TESTS)]
 
+from leaving import pytest_sessionfinish, pytest_unconfigure  # noqa: E402, F401  # the folder of SGLang's tests; hooks
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """SGLang's own imports warn of what is deprecated and of GPUs that are not here; our code may not warn at all."""

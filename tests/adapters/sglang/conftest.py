@@ -12,6 +12,8 @@ HERE = Path(__file__).parent
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_HOST_IP="127.0.0.1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 sys.path.insert(0, str(HERE))
 
+from leaving import pytest_sessionfinish, pytest_unconfigure  # noqa: E402, F401  # this folder; hooks
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """The engine's own imports warn of what they find on a CPU, and its bootstrap server ends without its tasks; our
@@ -24,24 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
         r"ignore:unclosed.*:ResourceWarning",
     ):
         config.addinivalue_line("filterwarnings", line)
-
-
-_ended_with = 0
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """What :func:`pytest_unconfigure` leaves with."""
-    del session
-    globals()["_ended_with"] = int(exitstatus)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
-    """Leave without the interpreter's own clean-up: with SGLang imported on a CPU it ends in a segmentation fault, also
-    when no test was run."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(_ended_with)
 
 
 @pytest.fixture(scope="session")

@@ -95,7 +95,7 @@ class Stand:
 
     def __post_init__(self) -> None:
         deployment: Any = SimpleNamespace(producer=lambda *args: self.producer)
-        exporter: Any = SimpleNamespace(count=ignore, set=ignore, transfer=ignore)
+        exporter: Any = SimpleNamespace(count=ignore, set=ignore, transfer=ignore, settled=ignore)
         ranks: Any = SimpleNamespace(first=False, others=[], tell=ignore)
         rank = Rank(self.rooms, ranks, deployment, {}, self.layout, exporter, 1, None)
         self.side = PrefillSide(rank)

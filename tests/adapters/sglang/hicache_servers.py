@@ -60,3 +60,10 @@ def wait_stored(folder: Path, pages: int, seconds: float = 60.0) -> list[Path]:
     while len(found := list(folder.glob("*.kvframe"))) < pages and time.monotonic() < until:
         time.sleep(0.2)
     return found
+
+
+def wait_counted(server: Server, name: str, least: float, seconds: float = 60.0) -> None:
+    """Until a counter has come so far: pages are counted after they are stored, all of a call at once."""
+    until = time.monotonic() + seconds
+    while counted(server, name) < least and time.monotonic() < until:
+        time.sleep(0.2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,62 @@ def test_a_damaged_page_is_not_loaded_and_not_met_again(tmp_path: Path) -> None:
         assert made.batch_exists(keys) == 1
         assert made.batch_set_v1(keys, slots(WRITTEN)) == [True] * 3
         assert made.batch_get_v1(keys, slots(READ)) == [True] * 3
+
+
+def test_a_page_under_another_pages_name_is_not_loaded_and_not_met_again(tmp_path: Path) -> None:
+    keys = keys_of(2)
+    pool = host_pool("mha", "layer_first")
+    with storage("mha", pool, storage_config("mha", tmp_path)) as made:
+        written = fill(pool, WRITTEN[:2])
+        first, second = (stored(made, tmp_path, key, page) for key, page in zip(keys, WRITTEN[:2], strict=True))
+        second.write_bytes(first.read_bytes())
+        assert made.batch_get_v1(keys, slots(READ[:2])) == [True, False]
+        assert made.batch_exists(keys) == 1
+        assert made.batch_set_v1(keys, slots(WRITTEN[:2])) == [True, True]
+        assert made.batch_get_v1(keys, slots(READ[:2])) == [True, True]
+        assert same(pool, READ[:2], written)
+
+
+def stored(made: Any, folder: Path, key: str, page: int) -> Path:
+    """The file of a page that is stored now."""
+    before = set(folder.glob("*.kvframe"))
+    assert made.batch_set_v1([key], slots([page])) == [True]
+    (file,) = set(folder.glob("*.kvframe")) - before
+    return file
+
+
+def test_a_pipe_under_a_pages_name_and_a_folder_that_is_gone_cost_pages_only(tmp_path: Path) -> None:
+    keys, folder = keys_of(2), tmp_path / "store"
+    pool = host_pool("mha", "layer_first")
+    with storage("mha", pool, storage_config("mha", folder)) as made:
+        fill(pool, WRITTEN[:2])
+        file = stored(made, folder, keys[0], WRITTEN[0])
+        file.unlink()
+        os.mkfifo(file)
+        assert made.batch_exists(keys) == 0
+        assert made.batch_set_v1(keys, slots(WRITTEN[:2])) == [True, True]
+        assert made.batch_get_v1(keys, slots(READ[:2])) == [True, True]
+        shutil.rmtree(folder)
+        assert made.batch_get_v1(keys, slots(READ[:2])) == [False, False]
+        assert made.batch_set_v1(keys, slots(WRITTEN[:2])) == [True, True]
+        assert made.batch_exists(keys) == 2
+
+
+def test_a_page_that_is_named_twice_comes_once(tmp_path: Path) -> None:
+    one, other = keys_of(2)
+    pool = host_pool("mha", "layer_first")
+    with storage("mha", pool, storage_config("mha", tmp_path)) as made:
+        written = fill(pool, WRITTEN[:2])
+        assert made.batch_set_v1([one, other], slots(WRITTEN[:2])) == [True, True]
+        assert made.batch_get_v1([one, one, other], slots(READ)) == [True, False, True]
+        assert same(pool, [READ[0], READ[2]], written)
+
+
+@pytest.mark.parametrize("policy", [{"name": "magic"}, {"name": "static", "configuration": {"profile": "zzz"}}])
+def test_a_policy_that_cannot_be_had_keeps_the_server_from_starting(policy: dict[str, Any], tmp_path: Path) -> None:
+    config = storage_config("mha", tmp_path, policy=policy)
+    with pytest.raises(ConfigError, match="unknown"):
+        storage("mha", host_pool("mha", "layer_first"), config).__enter__()
 
 
 def test_a_store_without_room_costs_pages_and_no_exception(tmp_path: Path) -> None:

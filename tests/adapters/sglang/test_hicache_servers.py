@@ -26,6 +26,7 @@ def test_a_cold_server_restores_a_prefix_from_compressed_files(
         wanted, restored = hicache_servers.generate(first, prompt)
         assert restored == 0
         files = hicache_servers.wait_stored(tmp_path, TOKENS // PAGE)
+        hicache_servers.wait_counted(first, "raw_bytes", len(files) * PAGE * TOKEN_BYTES)
         moved = [hicache_servers.counted(first, name) for name in ("raw_bytes", "wire_bytes")]
         assert 0 < moved[1] < moved[0]
     assert len(set(wanted[0])) > 10, "the model's tokens are degenerate"

@@ -1,19 +1,17 @@
-"""Real managers, senders, receivers and pools of SGLang in one process: pages arrive bit for bit, or not at all."""
+"""Real managers, senders, receivers and pools of SGLang in one process: pages arrive bit for bit."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import inprocess
 import pytest
 import torch
-from inprocess import MHA, MLA, OPTIONS, Pages, Pair, failure, mha_pool, mla_pool, pages_of, wait
+from inprocess import OPTIONS, Pair
+from inprocess_kinds import KINDS, nothing_left, start
 from sglang.srt.disaggregation.base.conn import KVPoll
-
-KINDS = {"mha-1": (mha_pool, MHA, 1), "mha-16": (mha_pool, MHA, 16), "mla-16": (mla_pool, MLA, 16)}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -21,18 +19,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     make, config, page_size = KINDS[request.param]
     with Pair(make, config, page_size) as made:
         yield made
-
-
-ROOMS = iter(range(1000, 2000))
-
-
-def start(pair: Pair, total: int, prefix: int = 0) -> tuple[int, Pages, Pages, Any, Any]:
-    """Both ends of a request whose decode side waits for its pages."""
-    room, size = next(ROOMS), pair.page_size
-    source, target = pages_of(total - prefix, room, size), pages_of(total - prefix, room + 1, size)
-    (sender,), (receiver,) = pair.request(room, target, prefix)
-    pair.write_aux(room)
-    return room, source, target, sender, receiver
 
 
 @pytest.mark.parametrize("total", [1, 255, 300, 612])
@@ -112,59 +98,19 @@ def test_only_what_the_decode_side_lacks_is_sent_and_written(pair: Pair) -> None
     receiver.clear()
 
 
-def test_an_abort_of_the_decode_side_before_anything_was_sent_ends_both(pair: Pair) -> None:
-    *_, source, _, sender, receiver = start(pair, 300)
-    sender.init(len(source), aux_index=1)
-    receiver.abort()
-    assert pair.settle(sender) == ["Failed"]
-    sender.send(source, num_kv_tokens=300)
-    assert "Aborted" in failure(receiver)
-    assert "decode engine aborted" in failure(sender)
-    nothing_left(pair)
-
-
-def test_an_abort_of_the_decode_side_while_it_is_sent_leaves_its_pages_alone(pair: Pair) -> None:
-    total, size = 700, pair.page_size
-    *_, source, target, sender, receiver = start(pair, total)
-    sender.init(len(source), aux_index=1)
+@pytest.mark.parametrize("total", [16, 256, 512])
+def test_of_a_prompt_that_the_decode_side_holds_only_the_row_is_written(pair: Pair, total: int) -> None:
+    room, source, _, sender, receiver = start(pair, total, prefix=total)
+    before = [x.clone() for x in inprocess.tensors(pair.decode.pool)]
+    assert len(source) == 0
+    sender.init(0, aux_index=1)
     sender.describe(total, OPTIONS)
-    sender.send(source[: 512 // size], num_kv_tokens=512)
-    rows = inprocess.slots(target, size, 512)
-    wait(lambda: all(x[rows].any() for x in inprocess.tensors(pair.decode.pool)), "the first cells")
-    receiver.abort()
-    assert "Aborted" in failure(receiver)
-    for x in inprocess.tensors(pair.decode.pool):
-        x[rows] = 7  # the pages are another request's from here on
-    sender.send(source[512 // size :], num_kv_tokens=total - 512)
-    if pair.settle(sender) == ["Failed"]:
-        failure(sender)
-    else:  # all was encoded before it heard of the abort
-        sender.clear()
-    nothing_left(pair)
-    assert all((x[rows] == 7).all() for x in inprocess.tensors(pair.decode.pool))
-
-
-def test_an_abort_of_the_prefill_side_fails_the_decode_side(pair: Pair) -> None:
-    total, size = 700, pair.page_size
-    *_, source, _, sender, receiver = start(pair, total)
-    sender.init(len(source), aux_index=1)
-    sender.describe(total, OPTIONS)
-    sender.send(source[: 512 // size], num_kv_tokens=512)
-    wait(lambda: pair.decode.manager.side.active, "the fetch")
-    sender.abort()
-    assert pair.settle(receiver, sender) == ["Failed", "Failed"]
-    assert "prefill engine aborted" in failure(receiver)
-    assert "Aborted" in failure(sender)
-    nothing_left(pair)
-
-
-def nothing_left(pair: Pair) -> None:
-    """No room, no transfer and no published byte, on either side."""
-    sides = (pair.prefill.manager.side, pair.decode.manager.side)
-    wait(lambda: not any(side.active for side in sides), "the end of all transfers")
-    assert sides[0].producer.budget.held_bytes == 0
-    assert not pair.prefill.manager.request_status
-    assert not pair.decode.manager.request_status
+    sender.send(source, num_kv_tokens=0)
+    assert pair.settle(receiver, sender) == ["Success", "Success"]
+    assert int(pair.decode.meta.bootstrap_room[5, 0]) == room
+    assert all(torch.equal(a, b) for a, b in zip(before, inprocess.tensors(pair.decode.pool), strict=True))
+    sender.clear()
+    receiver.clear()
 
 
 def test_nothing_is_left_after_all_of_it(pair: Pair) -> None:

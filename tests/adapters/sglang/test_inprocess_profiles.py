@@ -11,13 +11,14 @@ import pytest
 import torch
 from inprocess import MHA, Pair, mha_pool, pages_of, spy, wait
 
-from kvserve_core.errors import ConfigError
+from kvserve_core.errors import ConfigError, UnsupportedSpecError
 from kvserve_core.latency import Speed
 from kvserve_core.library import Profile, ProfileLibrary, QualityRecord
 from kvserve_core.profile import PipelineSpec
 from kvserve_core.requests import RequestOptions
 from kvserve_core.settings import Settings
 from kvserve_sglang.decode import DecodeSide
+from kvserve_sglang.manager import KVServeManager
 from kvserve_sglang.spec import model_spec
 
 CHAIN = {"transforms": ["hadamard"], "quantizer": {"name": "uniform", "configuration": {"levels": 16}}, "codec": "zstd"}
@@ -111,6 +112,33 @@ def test_a_decode_server_that_shares_prefixes_gets_exact_profiles_unless_it_may_
     allowed = settings.model_copy(update={"lossy_prefix_cache": "allow"})
     with Pair(mha_pool, MHA, 16, allowed, flags=sharing) as pair:
         assert send(pair, 65)[2] == "quick"
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ({"name": "magic"}, "unknown policy 'magic'"),
+        ({"name": "static", "configuration": {"profile": "zzz"}}, "unknown profile 'zzz'"),
+        ({"name": "static"}, "profile"),
+        ({"name": "analytic", "configuration": {"foo": 1}}, "foo"),
+    ],
+)
+def test_a_policy_that_cannot_be_had_keeps_the_server_from_starting(policy: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason), Pair(mha_pool, MHA, 16, Settings.model_validate({"policy": policy})):
+        pass
+
+
+def test_a_library_that_is_not_there_is_refused_and_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = spy(monkeypatch, KVServeManager, "close")
+    with pytest.raises(ConfigError, match="nope"), Pair(mha_pool, MHA, 16, Settings(library=Path("/nope"))):
+        pass
+    assert closed[0][0]._zmq_ctx.closed
+
+
+def test_a_decode_server_that_would_receive_into_host_memory_does_not_start() -> None:
+    flag = {"disaggregation_decode_host_receive_threshold": 0.5}
+    with pytest.raises(UnsupportedSpecError, match="host-receive-threshold"), Pair(mha_pool, MHA, 16, flags=flag):
+        pass
 
 
 CHECKSUM = {"disaggregation_enable_kv_checksum": True}

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import fake_sessions
-import numpy as np
+import msgspec
 import pytest
 import torch
 from fake_sessions import TOTAL, Events, Stand, chunk, full, outcome
 
 from kvserve_core.errors import TransferCancelled, UnsupportedSpecError
-from kvserve_core.session import Failed, Freed
+from kvserve_core.session import Failed, Freed, Loaded
 from kvserve_core.spec import Region
 from kvserve_core.transport import Endpoint, Locator
 from kvserve_sglang.checks import check_metadata
@@ -45,8 +45,9 @@ def test_a_transfer_that_cannot_be_opened_leaves_nothing(monkeypatch: pytest.Mon
     stand.producer.during_open = full
     judge = Judge(SimpleNamespace(), {})
     judge._open["t"] = (SimpleNamespace(), 1, {})
-    monkeypatch.setattr(stand.side, "_judge", judge)
-    monkeypatch.setattr(stand.side, "_ask", lambda sending, given: Decided(1, "t", "raw", "why", "link"))
+    opening = stand.side._opening
+    monkeypatch.setattr(opening, "judge", judge)
+    monkeypatch.setattr(opening, "_ask", lambda *asked: Decided(1, "t", "raw", "why", "link"))
     stand.waiting(1)
     assert stand.rooms.told == [("Failed", 1, "StoreFull: the budget is spent")]
     stand.side.forget(1)
@@ -89,7 +90,7 @@ def test_a_decision_that_came_early_goes_with_its_room() -> None:
     for room in (1, 2):
         stand.side._handle(Decided(room, f"t{room}", "raw", "why", "link"))
     stand.side.forget(1)
-    assert list(stand.side._early) == [2]
+    assert list(stand.side._opening._early) == [2]
 
 
 def test_whoever_forgets_a_room_waits_for_its_reads() -> None:
@@ -178,7 +179,8 @@ class Consumer:
 
 
 def decoding(events: Events, consumer: Consumer) -> DecodeSide:
-    exporter: Any = SimpleNamespace(count=fake_sessions.ignore, set=fake_sessions.ignore)
+    ignore = fake_sessions.ignore
+    exporter: Any = SimpleNamespace(count=ignore, set=ignore, transfer=ignore)
     side = DecodeSide(fake_sessions.Rooms(), Layout(events.log), lambda size: consumer, exporter, 30.0)
     slots = Slots(16)
     slots.add([1])
@@ -201,25 +203,27 @@ def test_forgetting_waits_for_writes_that_a_gpu_has_yet_to_do(events: Events) ->
         side.scatter("t", AT, torch.zeros(1, 1, 5, 4))
 
 
+def test_two_rooms_with_one_transfer_do_not_harm_each_other(events: Events) -> None:
+    side = decoding(events, Consumer())
+    side._handle(LOCATED)
+    slots = Slots(16)
+    slots.add([2])
+    side.begin(2, slots, 1, 1)
+    side._handle(msgspec.structs.replace(LOCATED, room=2))
+    (told,) = side._rooms.told
+    assert told[:2] == ("Failed", 2)
+    assert "another room's" in told[2]
+    side.scatter("t", AT, torch.zeros(1, 1, 5, 4))
+    side._ended(Loaded("t", range(TOTAL), outcome()))
+    assert side._rooms.told[1:] == [("Success", 1)]
+
+
 def test_a_request_that_ends_while_its_fetch_begins_is_cancelled(events: Events) -> None:
     consumer = Consumer()
     side = decoding(events, consumer)
     consumer.during_fetch = lambda: side._open[1].end()
     side._handle(LOCATED)
     assert consumer.cancelled == ["t"]
-
-
-def test_slots_follow_every_chunk() -> None:
-    slots, kv = Slots(4), Layout([]).kv
-    with pytest.raises(TransferCancelled):
-        slots.of(kv, AT, TOTAL)
-    slots.add([3])
-    slots.add([7])
-    assert slots.of(kv, AT, TOTAL).tolist() == [12, 13, 14, 15, 28]
-    joined = slots._every()
-    assert slots._every() is joined
-    slots.add(np.array([1], np.int32))
-    assert slots.of(kv, Region(0, "k", (0,), (0,), 7, 9), TOTAL).tolist() == [31, 4]
 
 
 def test_metadata_buffers_on_a_device_are_refused_by_name() -> None:

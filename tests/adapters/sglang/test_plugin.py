@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import inprocess
 import pytest
@@ -17,10 +18,12 @@ from sglang.srt.disaggregation import decode, prefill, utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.managers import disagg_service, scheduler
+from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType, _wrap_fn
 
 from kvserve_core.errors import PluginError
 from kvserve_sglang import plugin
+from kvserve_sglang.hooks import prefilled
 from kvserve_sglang.manager import KVServeManager
 from kvserve_sglang.sender import KVServeSender
 from kvserve_sglang.versions import WINDOW, check_version, release
@@ -34,7 +37,7 @@ def test_releases_inside_the_window_are_taken(version: str) -> None:
     check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.5.20", "0.5.24", "0.6.0", "1.0", "0.4.99", ""])
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.24", "0.6.0", "1.0", "0.4.99", "", "0.5.²3", "٠.٥.٢٣"])  # noqa: RUF001  # digits of other scripts
 def test_releases_outside_are_refused_and_the_window_is_named(version: str) -> None:
     with pytest.raises(PluginError, match=re.escape(WINDOW)):
         check_version(version)
@@ -97,7 +100,7 @@ def uses_patched(file: Path) -> bool:
 
 USED = {
     conn.CommonKVManager: "update_status record_failure conclude_transfer conclude_failure apply_prefill_status"
-    " parse_kv_status_message resolve_kv_replica_factor _send_multipart_locked"
+    " _connect parse_kv_status_message resolve_kv_replica_factor _send_multipart_locked"
     " _prefill_unique_rank _start_heartbeat_checker_thread try_ensure_parallel_info register_to_bootstrap",
     conn.CommonKVSender: "init _prepare_send_indices _record_transfer_indices _check_bootstrap_timeout clear abort"
     " pop_decode_prefix_len should_send_kv_chunk get_transfer_metric",
@@ -110,6 +113,18 @@ USED = {
 def test_what_is_used_of_the_common_classes_is_there(owner: type) -> None:
     missing = [name for name in USED[owner].split() if not hasattr(owner, name)]
     assert not missing
+
+
+def test_a_prefill_is_timed_where_the_hook_looks() -> None:
+    stats = SchedulerReqTimeStats()
+    req = SimpleNamespace(origin_input_ids=range(500), cached_tokens=0, time_stats=stats)
+    assert prefilled(req) is None
+    stats.set_wait_queue_entry_time(5.0)
+    stats.set_forward_entry_time(7.0)
+    stats.set_forward_entry_time(8.0)  # of its second chunk
+    assert prefilled(req) is None
+    stats.set_prefill_finished_time(9.5)
+    assert prefilled(req) == (500, 2.5)
 
 
 def test_the_states_of_a_request_have_the_known_order() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvserve_core import default_registry
+from kvserve_core.errors import ConfigError
 from kvserve_core.evaluation.bench import Bench
 from kvserve_core.evaluation.engine import TokenText
 from kvserve_core.evaluation.questions import Instance
@@ -54,9 +55,9 @@ class Rig:
         self.done: list[str] = []
 
     def rows(self, resume: bool = False) -> list[dict[str, Any]]:
-        journal = Journal(self.journal, resume)
-        run = QualityRun(self.engine, self.bench, self.tasks, self.loaded, Calibrated(), journal)
-        return list(run.rows(self.given, self.done.append))
+        with Journal(self.journal, resume) as journal:
+            run = QualityRun(self.engine, self.bench, self.tasks, self.loaded, Calibrated(), journal)
+            return list(run.rows(self.given, self.done.append))
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,26 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, rows: list[dict
     assert again[1]["cr"] == 99.0, "taken from the journal"
     assert again[2]["cr"] == first[2]["cr"], "the line that was cut is measured again"
     assert Rig(path).rows()[1]["cr"] == first[1]["cr"], "without resume everything is measured"
+
+
+def test_a_journal_takes_one_run_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    with Journal(path, False) as first:
+        first.add("a", {"cr": 2.0})
+        for resume in (True, False):
+            with pytest.raises(ConfigError, match="another run is writing this journal"):
+                Journal(path, resume)
+    with Journal(path, True) as second:
+        assert second.row("a") == {"cr": 2.0}
+
+
+def test_a_row_after_one_that_was_cut_short_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    path.write_text('{"key": "a", "row": {"cr": 2.0}}\n{"key": "b", "ro')
+    with Journal(path, True) as journal:
+        journal.add("c", {"cr": 3.0})
+    with Journal(path, True) as again:
+        assert [again.row(key) for key in "abc"] == [{"cr": 2.0}, None, {"cr": 3.0}]
 
 
 def test_the_document_and_its_tables(rig: Rig, rows: list[dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +413,26 @@ def test_a_list_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text("[]")
     assert read_pins(path) == []
-    path.write_text('[{"name": 1}]')
-    with pytest.raises(ArtefactError, match="is not a list of pinned texts"):
+    good = asdict(pinned_texts()[0]) | {"kind": "letters"}
+    path.write_text(json.dumps([good]))
+    assert read_pins(path)[0].kind == "letters"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("{", "the whole: Invalid JSON"),
+        ("{}", "the whole: Input should be a valid array"),
+        ([{"offset": "12"}], r"0.offset: Input should be a valid integer, got '12'"),
+        ([{"offset": -1}], r"0.offset: Input should be greater than or equal to 0, got -1"),
+        ([{}, {"length": 0}], r"1.length: Input should be greater than or equal to 1"),
+        ([{"name": 1}], r"0.name: Input should be a valid string, got 1"),
+        ([{"file": None}], r"0.file: Input should be a valid string, got None"),
+        ([{"blake": "x"}], r"0.blake: "),
+    ],
+)
+def test_a_list_of_something_else_says_where(given: Any, problem: str, tmp_path: Path) -> None:
+    path, good = tmp_path / "mine.json", asdict(pinned_texts()[0])
+    path.write_text(given if isinstance(given, str) else json.dumps([good | entry for entry in given]))
+    with pytest.raises(ArtefactError, match=problem):
         read_pins(path)

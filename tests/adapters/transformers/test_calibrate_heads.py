@@ -17,7 +17,7 @@ from kvserve_core.spec import DType, KVSpec, RopeSpec, whole
 from kvserve_hf.calibrate import heads
 from kvserve_hf.calibrate.heads import calibrate_heads, logits_by_distance, looking_back, text_scores
 from kvserve_hf.calibrate.request import Request
-from kvserve_hf.calibrate.work import require_finite
+from kvserve_hf.calibrate.work import Work, require_finite
 from kvserve_hf.engine import Engine
 from kvserve_hf.texts import LoadedText, PinnedText
 from tiny_models import VOCAB, make
@@ -141,6 +141,40 @@ def test_a_run_goes_on_where_it_stopped(engine: Engine, tmp_path: Path, monkeypa
     assert not (tmp_path / "work").exists()
     fresh = calibrate_heads(request(engine, tmp_path / "again", 3))
     assert resumed["blake3"] == fresh["blake3"]
+
+
+def test_a_second_run_in_the_same_work_folder_is_refused(engine: Engine, tmp_path: Path) -> None:
+    given = request(engine, tmp_path, 2)
+    with Work(given.work, {}), pytest.raises(ArtefactError, match="another run is using the work folder"):
+        calibrate_heads(given)
+    calibrate_heads(given)
+    assert (tmp_path / "heads.json").exists()
+
+
+def test_the_lock_is_that_of_the_file_which_is_there(tmp_path: Path) -> None:
+    first = Work(tmp_path / "work", {})
+    (tmp_path / "work" / "lock").unlink()  # as a run does that ends just after another one opened the file
+    with Work(tmp_path / "work", {}), pytest.raises(ArtefactError, match="another run"):
+        Work(tmp_path / "work", {})
+    first.__exit__()
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("size", [0, 5, 60, 200])
+def test_a_work_file_that_was_cut_short_says_what_to_do(size: int, tmp_path: Path) -> None:
+    with Work(tmp_path / "work", {"a": 1}) as work:
+        work.keep("heads", {"total": torch.ones(8, 8)}, {"done": 1})
+        path = tmp_path / "work" / "kept-heads.safetensors"
+        path.write_bytes(path.read_bytes()[:size])
+        with pytest.raises(ArtefactError, match=r"kept-heads.safetensors' is damaged .*; remove it"):
+            work.read("heads")
+
+
+def test_what_a_killed_run_was_writing_goes_with_the_work(tmp_path: Path) -> None:
+    with Work(tmp_path / "work", {}) as work:
+        (tmp_path / "work" / "kept-heads.new").write_bytes(b"half")
+        work.remove()
+    assert not (tmp_path / "work").exists()
 
 
 def test_no_texts_are_refused(engine: Engine, tmp_path: Path) -> None:

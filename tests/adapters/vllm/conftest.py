@@ -59,9 +59,15 @@ def engine_pair(folders: dict[str, Path]) -> Iterator[Callable[..., Pair]]:
     """Two engines for one test."""
     engines: list[EngineProcess] = []
 
-    def pair(model: str, extra: Mapping[str, Any], llm: Mapping[str, Any]) -> Pair:
+    def pair(
+        model: str,
+        extra: Mapping[str, Any],
+        llm: Mapping[str, Any],
+        beside: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Pair:
         for role, given in (("kv_producer", {}), ("kv_consumer", extra)):
-            engines.append(EngineProcess(Setup(folders[model], role, given, llm=llm)))
+            others = (beside[role],) if beside else ()
+            engines.append(EngineProcess(Setup(folders[model], role, given, llm=llm, beside=others)))
         return Pair(*engines)
 
     yield pair

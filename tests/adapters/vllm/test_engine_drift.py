@@ -21,7 +21,7 @@ from kvserve_vllm.connector import KVServeConnector
 from kvserve_vllm.metadata import StepMeta, WorkerReport
 from kvserve_vllm.stats import KVServeStats
 
-NEWER = {"get_transfer_results", "get_required_kvcache_layout"}
+NEWER = {"get_transfer_results", "get_required_kvcache_layout", "get_loaded_kv_cache_group_ids"}
 """Hooks that the oldest supported release does not know; the engine calls others in their place there."""
 
 
@@ -55,6 +55,7 @@ def test_the_constructor_is_the_one_the_factory_asks_for() -> None:
     ("value", "names"),
     [
         (SchedulerOutput, "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens preempted_req_ids"),
+        (SchedulerOutput, "total_num_scheduled_tokens"),
         (NewRequestData, "req_id block_ids num_computed_tokens"),
         (CachedRequestData, "req_ids new_block_ids num_computed_tokens resumed_req_ids"),
         (KVConnectorOutput, "kv_connector_worker_meta invalid_block_ids finished_sending finished_recving"),

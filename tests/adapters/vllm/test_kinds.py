@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from vllm_engines import EngineProcess, external_tokens, held
+from vllm_engines import EngineProcess, external_tokens, held, metrics
 from vllm_pairs import Pair, check_equal
 
 Start = Callable[..., EngineProcess]
@@ -30,6 +31,25 @@ def test_tokens_are_those_of_one_engine(
     llm: dict[str, int],
 ) -> None:
     check_equal(engine_pair(model, extra, llm), prompts)
+
+
+def test_another_connector_may_work_beside_it(
+    engine_pair: Callable[..., Pair], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """vLLM's MultiConnector with its example connector, which writes each prompt to a folder: nobody else reads it."""
+    beside = {
+        role: {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / role)},
+        }
+        for role in ("kv_producer", "kv_consumer")
+    }
+    pair = engine_pair("llama", {}, {}, beside)
+    check_equal(pair, prompts)
+    assert any((tmp_path / "kv_producer").iterdir())
+    counted = pair.decode.call(metrics)
+    assert counted["kvserve:transfers{ok=true,side=consumer}"] == len(prompts)
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU")

@@ -130,6 +130,36 @@ def test_outcomes_reach_the_controller_and_the_metrics(both: EngineProcess, prom
     assert 1e5 < links[0] < 1.25e9  # moved off the prior of 10 Gbps, towards the 1 MB/s of this link
 
 
+def break_once(llm: Any) -> None:
+    """Make the workers' loads and the scheduler's offers each fail once."""
+    loads, offering = worker_side(llm).loads, scheduler_side(llm)._offering
+
+    def failing(owner: Any, name: str) -> None:
+        kept = getattr(owner, name)
+
+        def fail(*given: Any) -> None:
+            setattr(owner, name, kept)
+            raise RuntimeError("injected")
+
+        setattr(owner, name, fail)
+
+    failing(loads, "poll")
+    failing(offering, "learn")
+
+
+def test_hooks_that_fail_are_counted_and_the_request_is_served(both: EngineProcess, prompts: Prompts) -> None:
+    pair = Pair(both, both)
+    expected = pair.alone([prompts[5]])
+    offered = pair.offers([prompts[5]])
+    assert both.call(forget)
+    both.call(break_once)
+    assert [answer.tokens for answer in pair.answers([prompts[5]], offered)] == expected
+    both.call(generate, [prompts[0]], 2)
+    counted = both.call(metrics)
+    assert counted["kvserve:hook_failures{hook=get_finished}"] == 1
+    assert counted["kvserve:hook_failures{hook=update_connector_output}"] == 1
+
+
 def close_connector(llm: Any) -> tuple[int, list[str]]:
     """kvserve's threads before the connector is shut down, and the names of those that are left."""
     import threading

@@ -14,7 +14,7 @@ from kvserve_core.errors import KVServeError
 from kvserve_core.library import ProfileLibrary
 from kvserve_hf.convert import smollm2
 from kvserve_hf.texts import load_text, pinned_texts
-from vllm_engines import EngineProcess, external_tokens, forget, generate, held, metrics
+from vllm_engines import EngineProcess, external_tokens, forget, generate, held, metrics, settle
 from vllm_pairs import Pair
 from vllm_quality import reference_loss
 
@@ -51,7 +51,7 @@ def texts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def prefill(start: Start, library: Path) -> EngineProcess:
     policy = {"name": "static", "configuration": {"profile": PROFILE}}
-    extra = {"library": str(library), "policy": policy, "min_quality": 0.9, "peers": {"accept": "any"}}
+    extra = {"library": str(library), "policy": policy, "min_quality": 0.9}
     return start(smollm2(), "kv_producer", extra=extra, llm=LLM)
 
 
@@ -138,11 +138,20 @@ def test_a_consumer_without_the_library_computes_the_prompt(
     start: Start, prefill: EngineProcess, texts: list[list[int]]
 ) -> None:
     pair = Pair(prefill, start(smollm2(), "kv_consumer", llm=LLM))
-    prompt = texts[3][:400]
-    expected = pair.alone([prompt])
-    assert pair.disaggregated([prompt]) == expected
-    assert pair.decode.call(metrics)["kvserve:fallbacks{rung=recompute}"] == 1
+    prompt, next_prompt = texts[3][:400], texts[5][:400]
+    expected = pair.alone([prompt, next_prompt])
+    offered = pair.offers([prompt])
+    assert offered[0]["kvserve"]["locator"]["profile"] == PROFILE
+    assert [answer.tokens for answer in pair.answers([prompt], offered)] == expected[:1]
+    counted = pair.decode.call(metrics)
+    assert [counted[f"kvserve:fallbacks{{rung={rung}}}"] for rung in ("codec", "recompute")] == [1, 1]
     assert not any(pair.decode.call(held).values())
+    prefill.call(settle)
+    before = pair.decode.call(external_tokens)
+    offered = pair.offers([next_prompt])  # who nobody names is now sent what it can read for certain
+    assert offered[0]["kvserve"]["locator"]["profile"] in ("raw", "lossless")
+    assert [answer.tokens for answer in pair.answers([next_prompt], offered)] == expected[1:]
+    assert pair.decode.call(external_tokens) - before == 399
 
 
 def test_a_peer_that_names_itself_is_only_sent_what_it_reads(

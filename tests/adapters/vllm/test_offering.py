@@ -2,88 +2,33 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
-from vllm.v1.request import RequestStatus
 
-from fake_engine import dense
-from kvserve_core.deployment import Deployment
-from kvserve_core.settings import Settings
-from kvserve_core.spec import whole
-from kvserve_core.transport import Endpoint, Locator
-from kvserve_vllm.metadata import LoadEnd, Profile, RankInfo, StepMeta, WorkerReport
+from kvserve_vllm.metadata import LoadEnd, StepMeta, WorkerReport
 from kvserve_vllm.scheduler import wanted
 from kvserve_vllm.scheduler.offering import Offering
 from kvserve_vllm.scheduler.side import SchedulerSide
-from kvserve_vllm.spec import ServedModel
 from kvserve_vllm.worker.offers import PREEMPTED
-
-KV = dense()
-LENGTH = 200
-TOTAL = LENGTH - 1
-BOTH = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True)
-OFFER = {"do_remote_decode": True}
-LOCATOR = Locator("source", TOTAL, (Endpoint("tcp://y:1", whole(KV)),), "raw")
-
-
-def request(req_id: str = "r", transfer_id: str = "t", arrived: float | None = None, **params: Any) -> Any:
-    return SimpleNamespace(
-        request_id=req_id,
-        num_prompt_tokens=LENGTH,
-        prompt_token_ids=list(range(LENGTH)),
-        lora_request=None,
-        mm_features=[],
-        arrival_time=time.time() if arrived is None else arrived,
-        num_output_tokens=1,
-        status=RequestStatus.FINISHED_LENGTH_CAPPED,
-        kv_transfer_params=OFFER | params | {"kvserve": {"transfer_id": transfer_id} | params.get("kvserve", {})},
-    )
-
-
-def step(
-    new: Mapping[str, int] | None = None,
-    more: Mapping[str, tuple[int, int]] | None = None,
-    preempted: Sequence[str] = (),
-    computed: int = 0,
-) -> Any:
-    """new: tokens of requests scheduled first. more: ``(computed, tokens)`` of running ones, which get block 3."""
-    new, more = new or {}, more or {}
-    cached = SimpleNamespace(
-        req_ids=list(more),
-        new_block_ids=[([3],) for _ in more],
-        num_computed_tokens=[at for at, _ in more.values()],
-        resumed_req_ids=set(),
-    )
-    return SimpleNamespace(
-        preempted_req_ids=set(preempted),
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, block_ids=([1, 2],), num_computed_tokens=computed) for name in new
-        ],
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens={**new, **{name: count for name, (_, count) in more.items()}},
-    )
-
-
-def blocks(*ids: int) -> Any:
-    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+from vllm_steps import (
+    LENGTH,
+    OUTCOME,
+    TOTAL,
+    blocks,
+    both_halves,
+    failures,
+    locator,
+    offering,
+    request,
+    step,
+)
 
 
 @pytest.fixture
 def side() -> SchedulerSide:
-    """Both halves of an engine of one rank, with sync loads."""
-    made = SchedulerSide(BOTH, [64], ServedModel(KV, (), 1, 1, 1), Deployment(Settings(), KV), True)
-    made.meet({(0, 0): RankInfo(Endpoint("tcp://x:1", whole(KV)), {"raw": Profile((), frozenset())}, None)})
-    return made
-
-
-def offering(side: SchedulerSide) -> Offering:
-    assert side._offering is not None
-    return side._offering
+    return both_halves()
 
 
 def test_a_request_whose_offer_failed_is_kept_until_the_workers_hand_it_back(side: SchedulerSide) -> None:
@@ -128,6 +73,7 @@ def test_a_decision_that_fails_costs_its_request_the_offer_and_nobody_else(
     assert ([op.req_id for op in meta.open], meta.ready) == (["b"], {"b": TOTAL})
     assert side.finished(first) == (False, None)  # no worker knows it, so none would hand its blocks back
     assert side.finished(second)[0]
+    assert failures(side) == {"build_connector_meta": 1}
 
 
 def test_a_step_that_cannot_be_read_ends_offers_whose_blocks_are_no_longer_known(side: SchedulerSide) -> None:
@@ -156,6 +102,7 @@ def test_a_half_that_fails_at_the_end_does_not_take_the_blocks_from_the_workers(
     assert side._fetching is not None
     side._fetching._wanted = None  # type: ignore[assignment]  # whatever is wrong with it
     assert side.finished(asked)[0]
+    assert failures(side) == {"request_finished": 1}
 
 
 def test_an_answer_that_fails_still_keeps_the_blocks(side: SchedulerSide) -> None:
@@ -165,6 +112,7 @@ def test_an_answer_that_fails_still_keeps_the_blocks(side: SchedulerSide) -> Non
     asked.num_output_tokens = None
     assert side.finished(asked) == (True, None)
     assert list(side.plan(step()).drop) == ["r"]
+    assert failures(side) == {"request_finished": 1}
 
 
 def test_a_transfer_id_in_use_is_not_offered_twice(side: SchedulerSide) -> None:
@@ -177,11 +125,6 @@ def test_a_transfer_id_in_use_is_not_offered_twice(side: SchedulerSide) -> None:
     side.learn(WorkerReport(failed=[("t", "its lease ended")]))
     side.arrived(third)
     assert [op.req_id for op in side.plan(step({"c": LENGTH})).open] == ["c"]
-
-
-def test_a_wait_is_bounded_whatever_the_clock_says() -> None:
-    assert wanted.waited_s(request(arrived=0.0)) == wanted.MAX_WAITED_S
-    assert wanted.waited_s(request(arrived=time.time() + 1e9)) == 0.0
 
 
 def test_cached_tokens_say_nothing_of_how_long_prompts_take(
@@ -198,8 +141,16 @@ def test_cached_tokens_say_nothing_of_how_long_prompts_take(
     assert seen == [LENGTH]
 
 
-def locator() -> dict[str, Any]:
-    return dict(msgspec.to_builtins(LOCATOR))
+def test_a_half_that_cannot_take_its_reports_leaves_them_to_the_others(side: SchedulerSide) -> None:
+    asked = request("b", do_remote_prefill=True, kvserve={"locator": locator()})
+    side.arrived(asked)
+    side.matched(asked, 0)
+    side.allocated(asked, blocks(1, 2, 3, 4), TOTAL)
+    side._offering._unsettled = None  # type: ignore[union-attr, assignment]  # whatever is wrong with it
+    side.learn(WorkerReport([OUTCOME], loads=[LoadEnd("b", "source", TOTAL, TOTAL)]))
+    assert side._fetching is not None
+    assert side._fetching._loading == {}  # who waits for the same transfer goes on
+    assert failures(side) == {"update_connector_output": 1}
 
 
 def loading(side: SchedulerSide, tokens: int) -> tuple[Any, StepMeta]:

@@ -15,31 +15,23 @@ from kvserve_core.policy import Decision, ServiceContext
 from kvserve_core.profile import LOSSLESS_PIPELINE
 from kvserve_core.registry import default_registry
 from kvserve_core.session import Producer
-from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, Region, whole
-from kvserve_core.transport import Locator
+from kvserve_core.spec import Region, whole
 from kvserve_vllm.layout import Cell, dense
-from kvserve_vllm.metadata import Load, Open, WorkerReport
+from kvserve_vllm.metadata import Open, WorkerReport
 from kvserve_vllm.placement import LayerCache, Placement
-from kvserve_vllm.worker.loads import Loads
 from kvserve_vllm.worker.offers import PREEMPTED, Offers
+from vllm_blocks import DIM, HEADS, KV, TOKENS, WINDOW, caches, tables
 
-HEADS, DIM, TOKENS, BLOCKS, WINDOW = 2, 8, 16, 40, 24
-PLANES = tuple(PlaneSpec(name, HEADS, (PlanePart(name, DIM),), DType.F32) for name in ("k", "v"))
-KV = KVSpec("test", (LayerGroup(0, (0, 2), PLANES), LayerGroup(1, (1,), PLANES, WINDOW)))
 TOTAL = 300
 DECISION = Decision("lossless", "test", ServiceContext(1), 1e9)
 
 
 def placed() -> tuple[Placement, list[Tensor]]:
     """Layers 0 and 2 in pool 0, layer 1 in pool 1."""
-    caches = [torch.randn(BLOCKS, HEADS, TOKENS, 2 * DIM) for _ in range(3)]
+    found = caches()
     cell = Cell(HEADS, DIM, DIM)
-    layers = {i: LayerCache(str(i), i % 2, TOKENS, dense(cache, cell)) for i, cache in enumerate(caches)}
-    return Placement(KV, whole(KV), layers), caches
-
-
-def tables() -> tuple[list[int], list[int]]:
-    return list(range(1, 20)), list(range(20, 39))
+    layers = {i: LayerCache(str(i), i % 2, TOKENS, dense(cache, cell)) for i, cache in enumerate(found)}
+    return Placement(KV, whole(KV), layers), found
 
 
 @pytest.fixture
@@ -162,21 +154,3 @@ def test_growing_blocks_are_appended_by_pool(offers: Offers) -> None:
     offers.open(Open("r", "t", TOTAL, DECISION, None, ([1], [2])), WorkerReport())
     offers.grow({"r": ([3, 4], [5]), "stranger": ([1], [1])})
     assert offers._by_request["r"].blocks == ([1, 3, 4], [2, 5])
-
-
-def test_a_load_that_cannot_start_ends_with_one_report() -> None:
-    placement, _ = placed()
-    loads, report = Loads(placement, 1.0), WorkerReport()
-    loads.start([Load("r", Locator("t", 40, (), "raw"), 16, 40, tables(), False)], report)  # no session is attached
-    assert (loads.ended.done, loads.ended.failed) == ({"r"}, {"r"})
-    assert loads.ended.blocks == {2, 3}  # tokens 16 to 40 of blocks of 16
-    assert report.loads[0].reason.startswith("TransferCancelled")
-    assert loads.active == 0
-
-
-def test_the_null_block_is_nobodys_and_never_named_invalid() -> None:
-    placement, _ = placed()
-    loads, report = Loads(placement, 1.0), WorkerReport()
-    blocks = ([0, 0, 5], [0, 0, 6])
-    loads.start([Load("r", Locator("t", 40, (), "raw"), 0, 40, blocks, False)], report)  # no session is attached
-    assert loads.ended.blocks == {5}

@@ -17,6 +17,7 @@ from kvserve_vllm.options import split_options
 from kvserve_vllm.params import TransferParams, answer, description, prompt_digest
 
 LOCATOR = Locator("id", 7, (Endpoint("tcp://h:1", Shard((0, 1))),), "raw")
+MANY = msgspec.to_builtins(Locator("id", 7, LOCATOR.endpoints * 129, "raw"))
 PEER = PeerInfo((1, 1), {"codec:zstd": (1,)}, "cpu", "f", Shard((0, 1)), frozenset({"a"}), "link")
 
 
@@ -62,12 +63,26 @@ def test_a_description_is_a_peer_for_the_other_side() -> None:
         ({"slo": "48h"}, "slo"),
         ({"slo": "1e300s"}, "slo"),
         ("text", "kv_transfer_params.kvserve"),
+        ({"locator": MANY}, "kv_transfer_params.kvserve.locator"),
     ],
 )
 def test_what_is_wrong_is_named(table: Any, path: str) -> None:
     with pytest.raises(ConfigError) as error:
         TransferParams.parse({"do_remote_prefill": True, "kvserve": table})
     assert error.value.path == path
+
+
+@pytest.mark.parametrize("given", ["text", [1], 7])
+def test_params_that_are_no_table_are_named(given: Any) -> None:
+    with pytest.raises(ConfigError, match="kv_transfer_params: must be a table"):
+        TransferParams.parse(given)
+
+
+def test_words_for_true_are_not_true() -> None:
+    params = TransferParams.parse(
+        {"do_remote_decode": "false", "do_remote_prefill": "no", "kvserve": {"describe": "no"}}
+    )
+    assert (params.offer, params.fetch, params.describe) == (False, False, False)
 
 
 def test_a_digest_tells_prompts_adapters_and_images_apart() -> None:

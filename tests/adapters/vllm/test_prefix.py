@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from kvserve_core.errors import UnsupportedSpecError
 from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec
-from kvserve_vllm.prefix_keys import check_prefixes, prompt_keys
+from kvserve_vllm.prefix.keys import check_prefixes, prompt_keys
 from kvserve_vllm.spec import ServedModel
 from vllm_engines import EngineProcess, external_tokens, forget, generate, metrics, scheduler_side, settle
 from vllm_prefixes import CELL, NEW_TOKENS, loaded_again, nothing_held, setup, untimed

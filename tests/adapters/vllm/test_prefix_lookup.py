@@ -16,8 +16,9 @@ from kvserve_core.prefix import stored_key
 from kvserve_core.requests import RequestOptions
 from kvserve_core.settings import Settings
 from kvserve_core.spec import Shard
-from kvserve_vllm.prefix_keys import check_prefixes, kv_scales, prompt_keys
-from kvserve_vllm.prefix_lookup import Hit, Index, Prices, names_of
+from kvserve_vllm.prefix import lookup
+from kvserve_vllm.prefix.keys import check_prefixes, kv_scales, prompt_keys
+from kvserve_vllm.prefix.lookup import Hit, Index, Prices, names_of
 from kvserve_vllm.spec import ServedModel
 
 KEYS = (("a0", "a1", "a2"), ("b0", "b1", "b2"))
@@ -75,6 +76,21 @@ def test_a_store_that_does_not_answer_holds_nothing_and_is_said_once(caplog: pyt
     assert len(caplog.records) == 1
     held.down = False
     assert asked.cells(KEYS, 0, (1.0,)) == {0: 1.0}
+
+
+def test_cells_that_cannot_be_decoded_here_are_not_asked_for_again_but_stay_stored() -> None:
+    asked = index(*both(0, 0.99), *both(1, 0.99), *both(0, 0.98))
+    asked.unreadable(both(0, 0.99))
+    assert asked.cells(KEYS, 0, (1.0, 0.99)) == {}
+    assert asked.cells(KEYS, 0, (1.0, 0.99, 0.98)) == {0: 0.98, 1: 0.99}
+    assert asked.holds(KEYS, 0, 0.99)
+
+
+def test_names_that_cannot_be_decoded_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "MAX_UNREADABLE", 2)
+    asked = index(*both(0, 0.99))
+    asked.unreadable([*both(0, 0.99), "x", "y"])
+    assert asked.cells(KEYS, 0, (0.99,)) == {0: 0.99}
 
 
 def test_a_hit_is_as_good_as_its_worst_cell() -> None:

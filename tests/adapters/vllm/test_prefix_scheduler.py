@@ -13,12 +13,12 @@ from fake_engine import dense
 from kvserve_core.deployment import Deployment
 from kvserve_core.policy import Outcome
 from kvserve_core.settings import Settings
-from kvserve_vllm import prefix_scheduler
 from kvserve_vllm.metadata import RankInfo, StepMeta, WorkerReport
 from kvserve_vllm.params import TransferParams
-from kvserve_vllm.prefix_lookup import names_of
-from kvserve_vllm.prefix_meta import PrefixLoaded, PrefixStored
-from kvserve_vllm.prefix_scheduler import Prefixes
+from kvserve_vllm.prefix import scheduler
+from kvserve_vllm.prefix.lookup import names_of
+from kvserve_vllm.prefix.meta import PrefixLoaded, PrefixStored
+from kvserve_vllm.prefix.scheduler import Prefixes
 from kvserve_vllm.scheduler.pollution import Pollution
 from kvserve_vllm.spec import ServedModel
 from kvserve_vllm.stats import StatsBuffer
@@ -95,7 +95,7 @@ def half(tmp_path: Path) -> Half:
 
 
 def test_asking_changes_nothing_and_reads_the_store_once(half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_scheduler, "LOOKUP_S", 1e9)
+    monkeypatch.setattr(scheduler, "LOOKUP_S", 1e9)
     half.hold(2)
     asking = half.arrive()
     before = half.asked
@@ -118,6 +118,27 @@ def test_a_failed_load_is_not_tried_again(half: Half) -> None:
     assert half.prefixes.matched(asking, 0) == (0, False)
     assert not half.prefixes.finished(asking)
     assert half.prefixes.open_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "then"),
+    [
+        ("Unacceptable: the consumer cannot read 'artefact:0123456789abcdef'", 0),
+        ("IntegrityError: damaged", 512),
+    ],
+)
+def test_lossy_cells_that_this_side_cannot_decode_do_not_fail_the_next_request(
+    half: Half, reason: str, then: int
+) -> None:
+    half.hold(2, 0.99)
+    first = half.arrive("a")
+    assert half.prefixes.matched(first, 0) == (512, True)
+    half.prefixes.allocated(first, BLOCKS, 512)
+    half.step()
+    half.ended("a", 0, reason)
+    assert half.prefixes.matched(half.arrive("b"), 0) == (then, bool(then))
+    half.hold(2)
+    assert half.prefixes.matched(half.arrive("c"), 0) == (512, True)  # exact cells need no library
 
 
 def test_an_aborted_load_is_cancelled_and_forgotten_when_it_ended(half: Half) -> None:

@@ -63,8 +63,8 @@ def bench(
         every = read_families(pipelines) if pipelines else shipped(engine.model.config.model_type)
         families = named_families(every, family)
         given = list(candidates(families, calibration, default_registry()))
-        journal = Journal(out.with_name(out.name + ".journal.jsonl") if out else None, resume)
-        made = _document(engine, loaded, tasks, families, given, calibration, journal, bar)
+        with Journal(out.with_name(out.name + ".journal.jsonl") if out else None, resume) as journal:
+            made = _document(engine, loaded, tasks, families, given, calibration, journal, bar)
     if out is not None:
         out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     if as_json:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
 from blake3 import blake3
 
 import kvserve_core
+from kvserve_core.errors import ConfigError
 from kvserve_core.evaluation.bench import Bench
 from kvserve_core.evaluation.quality import Interval, Quality, TextQuality, interval
 from kvserve_core.evaluation.tasks import TaskBench
@@ -26,20 +28,25 @@ Row = dict[str, Any]
 
 
 class Journal:
-    """Rows on disk, one a line, by what they were measured from. A line that was cut short is measured again."""
+    """Rows on disk, one a line, by what they were measured from. A line that was cut short is measured again.
+
+    Raises:
+        ConfigError: another run is writing it, or it cannot be written.
+    """
 
     def __init__(self, path: Path | None, resume: bool) -> None:
-        self._path = path
+        self._file = None if path is None else _opened(path)
         self._rows: dict[str, Row] = {}
-        if path is not None and not resume:
-            path.unlink(missing_ok=True)
-        if path is not None and path.exists():
-            for line in path.read_text("utf-8").splitlines():
-                try:
-                    entry = json.loads(line)
-                    self._rows[entry["key"]] = entry["row"]
-                except (ValueError, KeyError, TypeError):
-                    continue
+        if self._file is None:
+            return
+        data = self._file.read() if resume else b""
+        self._file.truncate(data.rfind(b"\n") + 1)  # what follows a line that was cut short would be lost with it
+        for line in data.splitlines():
+            try:
+                entry = json.loads(line)
+                self._rows[entry["key"]] = entry["row"]
+            except (ValueError, KeyError, TypeError):
+                continue
 
     def row(self, key: str) -> Row | None:
         """What was measured under a key."""
@@ -48,9 +55,37 @@ class Journal:
     def add(self, key: str, row: Row) -> None:
         """Keep a row."""
         self._rows[key] = row
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"key": key, "row": row}) + "\n")
+        if self._file is not None:
+            self._file.write((json.dumps({"key": key, "row": row}) + "\n").encode())
+            self._file.flush()
+
+    def close(self) -> None:
+        """Let others write it."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file, to read and to append to, locked until it is closed."""
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise ConfigError(f"the journal cannot be written: {error}", str(path)) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            "another run is writing this journal; wait for it, or name another document with --out", str(path)
+        ) from None
+    file.seek(0)
+    return file
 
 
 class QualityRun:

@@ -33,29 +33,36 @@ def calibrate_heads(request: Request) -> dict[str, Any]:
     An interrupted run goes on after its last text.
 
     Raises:
-        ConfigError: there are no texts. ArtefactError: the work folder is another run's.
+        ConfigError: there are no texts. ArtefactError: the work folder is another run's, in use, or damaged.
     """
     request.require_texts()
-    engine, table = request.engine, _Table(request)
-    for i, text in enumerate(request.texts):
-        request.progress(text.pin.name, i, len(request.texts))
-        if i >= table.done:
-            table.add(text_scores(engine.model, engine.spec, engine.tokenize(text.text)[:TEXT_TOKENS]))
-    scores = table.mean()
-    provenance = request.provenance("calibrate heads") | {"tokens": TEXT_TOKENS, "span": SPAN}
-    data = (json.dumps({"scores": scores, "provenance": provenance}) + "\n").encode()
-    write_whole(request.out, data)
-    table.remove()
+    provenance = request.provenance("calibrate heads")
+    with Work(request.work, provenance) as work:
+        table = _Table(work)
+        _add_texts(request, table)
+        scores = table.mean()
+        about = provenance | {"tokens": TEXT_TOKENS, "span": SPAN}
+        data = (json.dumps({"scores": scores, "provenance": about}) + "\n").encode()
+        write_whole(request.out, data)
+        work.remove()
     digest, (low, high) = blake3(data).hexdigest(), (min(map(min, scores)), max(map(max, scores)))
     shape = {"layers": len(scores), "heads": len(scores[0])}
     return {"file": str(request.out), "blake3": digest, **shape, "lowest": low, "highest": high}
 
 
+def _add_texts(request: Request, table: _Table) -> None:
+    engine = request.engine
+    for i, text in enumerate(request.texts):
+        request.progress(text.pin.name, i, len(request.texts))
+        if i >= table.done:
+            table.add(text_scores(engine.model, engine.spec, engine.tokenize(text.text)[:TEXT_TOKENS]))
+
+
 class _Table:
     """The sum over texts, saved after each."""
 
-    def __init__(self, request: Request) -> None:
-        self._work = Work(request.work, request.provenance("calibrate heads"))
+    def __init__(self, work: Work) -> None:
+        self._work = work
         self.done, self._total = 0, torch.zeros(())
         if (kept := self._work.read("heads")) is not None:
             self.done, self._total = kept.about["done"], kept.tensors["total"]
@@ -73,10 +80,6 @@ class _Table:
         """
         require_finite({"scores": self._total})
         return [[round(x, 6) for x in row] for row in (self._total / self.done).tolist()]
-
-    def remove(self) -> None:
-        """The result is written: the saved sum is no longer needed."""
-        self._work.remove()
 
 
 def text_scores(model: Any, spec: KVSpec, ids: list[int]) -> Tensor:

@@ -34,7 +34,7 @@ def calibrate_klt(request: Request) -> dict[str, Any]:
 
     Raises:
         ConfigError: an unknown option. UnsupportedSpecError: a plane that the model does not have.
-        ArtefactError: the work folder is another run's.
+        ArtefactError: the work folder is another run's, in use, or damaged.
     """
     options = request.klt
     if options.metric not in METRICS:
@@ -47,7 +47,12 @@ def calibrate_klt(request: Request) -> dict[str, Any]:
     texts = tokens(request.texts, request.engine.tokenize)
     # The cut decides the sums; cutoff and rank do not, so they may differ between a run and the one that goes on.
     asked = request.provenance("calibrate klt") | asdict(options) | {"cutoff": None, "rank": None}
-    state = State(Work(request.work, asked), [block.size for block in cut])
+    with Work(request.work, asked) as work:
+        return _from_texts(request, State(work, [block.size for block in cut]), cut, texts)
+
+
+def _from_texts(request: Request, state: State, cut: list[Block], texts: list[TokenText]) -> dict[str, Any]:
+    options = request.klt
     sums = _collect(request, state, cut, texts)
     sensitivity = sums.sensitivity if options.metric == "fisher" else None
     statistics = [_statistics(b, m, sensitivity) for b, m in zip(cut, sums.moments, strict=True)]

@@ -40,13 +40,14 @@ def calibrate_tables(request: Request) -> dict[str, Any]:
         "codec": codec,
         "pipelines": {c.name: spec.model_dump(mode="json") for c, spec in chosen},
     }
-    store = Store(Work(request.work, about))
     sources = [Source(request.engine, spec, calibrated.artefacts, codec) for _, spec in chosen]
-    _collect(request, store, sources)
-    data = fits.fitted(store.parts, about, lambda done, of: request.progress("tables", done, of))
-    count = sum(part.codes.numel() for part in store.parts())
-    write_whole(request.out, data)
-    store.remove()
+    with Work(request.work, about) as work:
+        store = Store(work)
+        _collect(request, store, sources)
+        data = fits.fitted(store.parts, about, lambda done, of: request.progress("tables", done, of))
+        count = sum(part.codes.numel() for part in store.parts())
+        write_whole(request.out, data)
+        store.remove()
     digest, names = blake3(data).hexdigest(), ", ".join(c.name for c, _ in chosen)
     return {"file": str(request.out), "blake3": digest, "bytes": len(data), "codes": count, "pipelines": names}
 

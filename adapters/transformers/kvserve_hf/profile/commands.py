@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,13 +26,16 @@ from kvserve_core.profiling.calibrated import calibrated_files
 from kvserve_core.profiling.executor import EXECUTORS
 from kvserve_core.profiling.families import SpaceConfig, shipped
 from kvserve_core.profiling.search import Options
+from kvserve_hf.bench.pipelines import Calibrated
 from kvserve_hf.commands import MODEL, model_folder, progress_bar
+from kvserve_hf.measured import read_pipelines
 from kvserve_hf.profile.objective import ModelObjective, Setup
 from kvserve_hf.profile.run import Plan, ProfileRun, searching
 from kvserve_hf.texts import LoadedText, load_texts, workload_texts
 
 WORKLOAD = "Texts to judge by and the name of the quality record: default (prose and code), or a kind such as prose."
 EVALUATOR = 'An evaluator, by name or as JSON; may be repeated. The first names the metric. E.g. "passkey".'
+ALSO = "JSON of named pipelines that go into the library as well, as for 'kvserve measure'."
 RESUME = "The journal of a run that was ended early: take what it holds, measure the rest."
 
 
@@ -49,6 +53,7 @@ def profile(
     evaluator: Annotated[list[str] | None, typer.Option(help=EVALUATOR)] = None,
     samples: Annotated[int, typer.Option(min=2, help="Samples an evaluator while searching; at the end all.")] = 6,
     keep: Annotated[int, typer.Option(min=1, help="Profiles to measure again at the end, at most.")] = 12,
+    also: Annotated[Path | None, typer.Option(help=ALSO)] = None,
     executor: Annotated[str, typer.Option(help=f"Who measures: {', '.join(EXECUTORS)}.")] = "serial",
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0 for one a core.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the draw, the samples and the search.")] = 0,
@@ -60,6 +65,7 @@ def profile(
     torch.set_num_threads(1)
     options = Options(floors=tuple(min_quality or (0.99,)), budget=budget, seed=seed)
     loaded = load_texts(workload_texts(workload), allow_unpinned)
+    named = read_pipelines(also, Calibrated(calibrated)) if also else {}
     with progress_bar() as bar:
         setup = Setup(
             model_folder(model, bar),
@@ -68,13 +74,15 @@ def profile(
             calibrated,
         )
         plan = _plan(setup, options, workload, samples, executor, workers, keep, _journal(out, resume))
+        plan = replace(plan, also=named)
         task = bar.add_task("model", total=None)
         objective = ModelObjective(plan.search)
         config = narrowed(SpaceConfig.read(space) if space else shipped(), families or [], without or [])
         files, artefacts = calibrated_files(calibrated) if calibrated else ([], objective.artefacts)
         found = build_space(config, kv=objective.engine.spec, calibrated=files, artefacts=artefacts)
         run = ProfileRun(plan, objective, found, found.points(limit, seed))
-        library = run.run(_provenance(loaded), _Shown(bar, task))
+        command = shlex.join(["kvserve", *sys.argv[1:]])
+        library = run.run(provenance(loaded, command), _Shown(bar, task))
     library.save(out)
     _print(library, out, workload, 1 - max(options.floors), as_json)
 
@@ -124,9 +132,10 @@ class _Shown:
             self._bar.console.print(f"{done}/{of} {text}", markup=False, highlight=False)
 
 
-def _provenance(loaded: Sequence[LoadedText]) -> dict[str, Any]:
+def provenance(loaded: Sequence[LoadedText], command: str) -> dict[str, Any]:
+    """What a library says of how it came to be, beside its search."""
     return {
-        "command": shlex.join(["kvserve", *sys.argv[1:]]),
+        "command": command,
         "texts": [
             {"name": t.pin.name, "kind": t.pin.kind, "package": t.pin.package, "version": t.pin.version}
             | {"blake3": t.pin.blake3}

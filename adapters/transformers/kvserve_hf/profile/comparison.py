@@ -119,21 +119,29 @@ class _Counted:
         return plane_by_plane(self._engine.spec, lambda at, x: x)(read, total)
 
 
-def choices(rows: Mapping[str, Row], profiles: Sequence[str], floor: float) -> dict[str, dict[str, Cell]]:
+def choices(
+    rows: Mapping[str, Row], profiles: Sequence[str], floor: float, without: Sequence[str] = ()
+) -> dict[str, dict[str, Cell]]:
     """The rows ``unified`` and ``aware`` from those of a library's profiles.
 
+    without: workloads that a second row ``unified`` does not have to keep the floor on, where the first one leaves all.
     A profile keeps the floor where its lower bound does. Where even ``default`` cannot show that, for the sample is too
     small, the measured quality decides instead. Where no profile keeps it, ``default`` is taken, which loses nothing.
     """
     workloads = list(next(iter(rows.values())))
     kept = {w: [p for p in profiles if _keeps(rows, p, w, floor)] for w in workloads}
-    everywhere = [p for p in profiles if all(p in kept[w] for w in workloads)]
-    unified = max(everywhere, key=lambda p: min(rows[p][w].cr for w in workloads), default=DEFAULT)
-    aware = {w: max(kept[w], key=lambda p: rows[p][w].cr, default=DEFAULT) for w in workloads}
-    return {
-        UNIFIED: {w: _named(rows, unified, w) for w in workloads},
-        AWARE: {w: _named(rows, aware[w], w) for w in workloads},
-    }
+    most = {w: max(kept[w], key=lambda p: rows[p][w].cr, default=DEFAULT) for w in workloads}
+    found = {UNIFIED: _one(rows, kept, workloads)}
+    if less := [w for w in without if w in workloads]:
+        found[f"{UNIFIED}, but for {', '.join(less)}"] = _one(rows, kept, [w for w in workloads if w not in less])
+    return found | {AWARE: {w: _named(rows, most[w], w) for w in workloads}}
+
+
+def _one(rows: Mapping[str, Row], kept: Mapping[str, Sequence[str]], over: Sequence[str]) -> dict[str, Cell]:
+    """The profile with the highest ratio of those that are kept on all workloads in ``over``, on every workload."""
+    everywhere = [p for p in kept[over[0]] if all(p in kept[w] for w in over)]
+    best = max(everywhere, key=lambda p: min(rows[p][w].cr for w in over), default=DEFAULT)
+    return {w: _named(rows, best, w) for w in rows[best]}
 
 
 def _keeps(rows: Mapping[str, Row], profile: str, workload: str, floor: float) -> bool:

@@ -17,11 +17,12 @@ from kvserve_core.errors import KVServeError
 from kvserve_core.evaluation.bench import PROMPT_TOKENS
 from kvserve_core.evaluation.engine import Text
 from kvserve_core.evaluator import Evaluator, Prepared
+from kvserve_core.latency import Speed
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.profiling.point import Measurement, Point
 from kvserve_core.registry import default_registry
 from kvserve_core.spec import Region, whole
-from kvserve_core.speed import LENGTHS, REPEATS, measure_speed
+from kvserve_core.speed import LENGTHS, REPEATS, Timing, fitted, timings
 from kvserve_hf.bench.pipelines import Calibrated
 from kvserve_hf.engine import Engine
 from kvserve_hf.profile.estimate import SAMPLE_TOKENS, RatioEstimator
@@ -38,7 +39,8 @@ class Setup:
     """What a worker process needs to measure, all of it picklable.
 
     evaluators: their ``samples`` decide how long a measurement takes. quick: so many samples, for a search. lengths,
-    repeats: of the timings, in tokens.
+    repeats: of the timings, in tokens; without lengths there are none. reuse: what the evaluators send through the
+    pipeline counts as timed, too, so that a search need not encode whole prompts for that alone.
     """
 
     model: Path
@@ -48,6 +50,7 @@ class Setup:
     quick: int | None = None
     lengths: tuple[int, ...] = LENGTHS
     repeats: int = REPEATS
+    reuse: bool = False
     prompt_tokens: int = PROMPT_TOKENS
 
 
@@ -87,6 +90,15 @@ class ModelObjective:
         """Quality by every evaluator, ratio of full frames, speed; one after the other."""
         for point in points:
             yield self._loaded.measure(point)
+
+    def speed(self, point: Point) -> tuple[Speed, Speed]:
+        """Encode and decode of one point, at the lengths of the setup.
+
+        Raises:
+            KVServeError: this model refuses the pipeline.
+        """
+        pipeline, artefacts = self._loaded.pipeline(point)
+        return fitted(self._loaded.timings(pipeline, artefacts))
 
     def close(self) -> None:
         """Release what is held."""
@@ -143,12 +155,12 @@ class _Loaded:
         return msgspec.structs.replace(made, seconds=time.monotonic() - began, metrics=metrics)
 
     def _measure(self, point: Point, evaluators: Mapping[str, Prepared]) -> Measurement:
-        spec, kv = point.spec, self.engine.spec
-        estimate, artefacts = self.estimator.ratio(spec), self.artefacts.fresh()
-        pipeline = Pipeline.build(spec, kv, whole(kv), artefacts=artefacts, path=f"profiles.{point.name}")
+        estimate = self.estimator.ratio(point.spec)
+        pipeline, artefacts = self.pipeline(point)
         roundtrip = FrameRoundtrip(pipeline, artefacts)
         found = {name: prepared.run(roundtrip) for name, prepared in evaluators.items()}
-        encode, decode = measure_speed(pipeline, self.read, artefacts, self.setup.lengths, self.setup.repeats)
+        timed = [*self.timings(pipeline, artefacts), *(roundtrip.timings if self.setup.reuse else ())]
+        encode, decode = fitted(timed) if timed else (Speed(), Speed())
         quality, metrics = judged(found)
         return Measurement(
             key=point.key,
@@ -162,6 +174,16 @@ class _Loaded:
             metrics=metrics,
             samples=min(evaluation.samples for evaluation in found.values()),
         )
+
+    def pipeline(self, point: Point) -> tuple[Pipeline, Artefacts]:
+        kv, artefacts = self.engine.spec, self.artefacts.fresh()
+        built = Pipeline.build(point.spec, kv, whole(kv), artefacts=artefacts, path=f"profiles.{point.name}")
+        return built, artefacts
+
+    def timings(self, pipeline: Pipeline, artefacts: Artefacts) -> list[Timing]:
+        """In processor time: the engine computes in one thread, and a search shares the machine with others."""
+        setup = self.setup
+        return timings(pipeline, self.read, artefacts, setup.lengths, setup.repeats, time.process_time)
 
     def close(self) -> None:
         for prepared in (self._prepared or {}).values():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from blake3 import blake3
 
 import kvserve_core
 from kvserve_core.library import EXACT, ProfileLibrary, built_in
+from kvserve_core.profile import PipelineSpec
 from kvserve_core.profiling.acquisition import feasible
 from kvserve_core.profiling.executor import make_executor
 from kvserve_core.profiling.journal import Journal
@@ -25,20 +26,21 @@ from kvserve_core.profiling.run import Found, Progress, search
 from kvserve_core.profiling.search import Options
 from kvserve_core.profiling.space import Space, fingerprint
 from kvserve_hf.profile import library as made
+from kvserve_hf.profile.confirm import Callback, qualities, timed
+from kvserve_hf.profile.library import Kept
 from kvserve_hf.profile.objective import CPU_S, ModelObjective, Setup
 
 BANDWIDTH = 1.25e8
 """Bytes/s of the link that latency is compared at: 1 Gbps."""
 KEPT = 12
-Callback = Callable[[str, int, int, str], None]
-"""``progress(task, done, of, best so far)``."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to do. search, confirm: how to measure while searching, and what is kept at the end.
 
-    executor, workers: see :func:`kvserve_core.profiling.executor.make_executor`. journal: where to go on from.
+    executor, workers: see :func:`kvserve_core.profiling.executor.make_executor`. journal: where to go on from. also:
+    pipelines that go into the library beside what the search leaves, measured as thoroughly, under their names.
     """
 
     search: Setup
@@ -50,6 +52,7 @@ class Plan:
     batch: int = 1
     journal: Path | None = None
     keep: int = KEPT
+    also: dict[str, PipelineSpec] = field(default_factory=dict)
 
 
 class ProfileRun:
@@ -58,6 +61,7 @@ class ProfileRun:
     def __init__(self, plan: Plan, objective: ModelObjective, space: Space, points: Sequence[Point]) -> None:
         self._plan, self._objective, self._space, self._points = plan, objective, space, points
         self._fingerprint = objective.engine.spec.fingerprint
+        self._taken = 0  # measurements that the journal held already
         if plan.executor != "serial":
             objective.close()  # the workers load the model; this process needs no second one meanwhile
 
@@ -72,9 +76,8 @@ class ProfileRun:
         chosen = kept(found, self._plan.options.floors, self._plan.keep)
         self._objective.close()
         thorough = ModelObjective(self._plan.confirm, self._objective.load)
-        measured = self._measured(thorough, [found.point(m.key) for m in chosen], progress)
-        best = {m.key for m in front([m for _, m in measured], made.NOMINAL_BYTES, BANDWIDTH)}
-        profiles = [*self._exact(thorough), *(self._profile(p, m) for p, m in measured if m.key in best)]
+        measured = self._measured(thorough, self._candidates(found, chosen), progress)
+        profiles = [*_exact(measured), *self._lossy(measured)]
         about = self._about(thorough)
         trace = {"search": self._trace(found) | {"wall_s": round(time.monotonic() - began, 1)}}
         library = made.assembled(profiles, about, provenance | trace, self._plan.workload, thorough.artefacts)
@@ -87,6 +90,7 @@ class ProfileRun:
             self._journal("", self._points) as journal,
             make_executor(plan.executor, self._objective, plan.workers) as by,
         ):
+            self._taken = len(journal.measurements) if journal else 0
             return search(
                 self._points,
                 by,
@@ -102,21 +106,24 @@ class ProfileRun:
         name = next(p.name for p in self._points if p.key == now.best.key)
         return f"{now.best.cr:.2f}x at {now.best.quality:.4f} [{now.best.quality_low:.4f}] {name}"
 
-    def _measured(
-        self, thorough: ModelObjective, points: Sequence[Point], progress: Callback
-    ) -> list[tuple[Point, Measurement]]:
-        """Each point with its thorough measurement; those that failed are left out."""
-        found = []
+    def _candidates(self, found: Found, chosen: Sequence[Measurement]) -> list[Point]:
+        """What may go into the library, each pipeline once; one that has a name of its own under that."""
+        named = (Point((), spec, name) for name, spec in (self._plan.also | EXACT).items())
+        return list({p.key: p for p in (*(found.point(m.key) for m in chosen), *named)}.values())
+
+    def _measured(self, thorough: ModelObjective, points: list[Point], progress: Callback) -> list[Kept]:
+        plan = self._plan
         with self._journal(".kept", points) as journal:
-            for i, point in enumerate(points):
-                held = journal.measurements.get(point.key) if journal else None
-                measurement = held or next(iter(thorough.measure([point])))
-                if journal and held is None:
-                    journal.measured(measurement)
-                progress("confirm", i + 1, len(points), point.name)
-                if not measurement.error:
-                    found.append((point, measurement))
-        return found
+            known = qualities(thorough, points, plan.executor, plan.workers, journal, progress)
+        return [made.Kept(p.name, p.spec, m) for p, m in timed(thorough, points, known, progress)]
+
+    def _lossy(self, measured: Sequence[Kept]) -> list[Any]:
+        """Profiles by ratio: what was named, and what nothing beats."""
+        lossy = [kept for kept in measured if kept.name not in EXACT]
+        best = {m.key for m in front([kept.measurement for kept in lossy], made.NOMINAL_BYTES, BANDWIDTH)}
+        good = [kept for kept in lossy if kept.measurement.key in best or kept.name in self._plan.also]
+        judge = self._plan.confirm.evaluators[0].name
+        return [made.profile_of(k, self._plan.workload, judge) for k in sorted(good, key=lambda k: k.measurement.cr)]
 
     def _journal(self, suffix: str, points: Sequence[Point]) -> AbstractContextManager[Journal | None]:
         if self._plan.journal is None:
@@ -124,14 +131,6 @@ class ProfileRun:
         path = self._plan.journal.with_name(self._plan.journal.name + suffix)
         setup = self._plan.confirm if suffix else self._plan.search
         return Journal(path, fingerprint(points), self._plan.options.seed, journal_about(setup, self._fingerprint))
-
-    def _exact(self, thorough: ModelObjective) -> list[Any]:
-        rows = [(name, next(iter(thorough.measure([Point((), spec, name)])))) for name, spec in EXACT.items()]
-        return [built_in(name, m.cr, m.encode, m.decode) for name, m in rows]
-
-    def _profile(self, point: Point, measurement: Measurement) -> Any:
-        judge = self._plan.confirm.evaluators[0].name
-        return made.profile_of(made.Kept(point.name, point.spec, measurement), self._plan.workload, judge)
 
     def _about(self, thorough: ModelObjective) -> dict[str, str]:
         spec = thorough.engine.spec
@@ -160,11 +159,18 @@ class ProfileRun:
             "executor": self._plan.executor,
             "stopped": found.stopped,
             "evaluations": len(found.measurements),
+            "from_journal": min(self._taken, len(found.measurements)),
             "cpu_s": round(sum(m.metrics.get(CPU_S, (0.0,))[0] for m in found.measurements), 1),
             "rank_correlation": made.rank_correlation(found.measurements),
             "best": {f"{floor:g}": _row(m, names[m.key]) for floor in options.floors if (m := best(found, floor))},
             "trace": [_row(m, names[m.key]) for m in found.measurements],
         }
+
+
+def _exact(measured: Sequence[Kept]) -> list[Any]:
+    """The profiles that lose nothing."""
+    rows = [(kept.name, kept.measurement) for kept in measured if kept.name in EXACT]
+    return [built_in(name, m.cr, m.encode, m.decode) for name, m in rows]
 
 
 def best(found: Found, floor: float) -> Measurement | None:
@@ -204,5 +210,5 @@ def journal_about(setup: Setup, model: str) -> dict[str, Any]:
 
 
 def searching(setup: Setup, samples: int) -> Setup:
-    """A setup for the search: quick evaluators and two quick timings."""
-    return replace(setup, quick=samples, lengths=(64, 512), repeats=1)
+    """A setup for the search: quick evaluators, whose prompts serve for the timings as well."""
+    return replace(setup, quick=samples, lengths=(64,), repeats=1, reuse=True)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from uuid import uuid4
+from dataclasses import dataclass, replace
+from http.cookiejar import DefaultCookiePolicy
 
 import anyio
 import httpx
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvserve_core.errors import ConfigError
-from kvserve_vllm.proxy.bodies import parsed
+from kvserve_core.workload import WorkloadClassifier, text_of, workload_of
+from kvserve_vllm.proxy.bodies import check_passed, parsed
 from kvserve_vllm.proxy.counts import CONTENT_TYPE, Counts
+from kvserve_vllm.proxy.headers import as_json, forwarded
 from kvserve_vllm.proxy.health import Health
-from kvserve_vllm.proxy.relay import Relay, forwarded, refusal, returned
+from kvserve_vllm.proxy.passing import Passed, Passing
+from kvserve_vllm.proxy.relay import Relay, refusal
 from kvserve_vllm.proxy.service import Service
 from kvserve_vllm.proxy.steps import Job, Steps
 from kvserve_vllm.proxy.upstream import Pool, Upstream
 
 TWO_STEPS = ("/v1/completions", "/v1/chat/completions")
+GONE = Response(status_code=499)
+"""For nobody: the client has left."""
 ANY = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 
 
@@ -32,7 +36,8 @@ ANY = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 class Options:
     """Servers by role, the quality floor of requests that name none, and how long to wait for what.
 
-    health_every_s: between two checks of a server. connect_timeout_s: to any server.
+    health_every_s: between two checks of a server. health_timeout_s: for its answer. connect_timeout_s: to any server.
+    classifier: names the workload of requests that do not; the engines see token ids only.
     """
 
     prefill: tuple[str, ...]
@@ -40,7 +45,20 @@ class Options:
     min_quality: float
     prefill_timeout_s: float = 120.0
     health_every_s: float = 2.0
+    health_timeout_s: float = 5.0
     connect_timeout_s: float = 2.0
+    max_body_bytes: int = 16 * 2**20
+    classifier: WorkloadClassifier | None = None
+
+
+def _announced(request: Request) -> int:
+    """The length of its body, as far as it says so."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() else 0
+
+
+class _TooLarge(Exception):
+    """A body beyond the limit."""
 
 
 class Proxy:
@@ -50,7 +68,11 @@ class Proxy:
         self.options, self.counts = options, Counts()
         self.prefill, self.decode = Pool("prefill", options.prefill), Pool("decode", options.decode)
         timeout = httpx.Timeout(None, connect=options.connect_timeout_s)  # a generation takes what it takes
-        self.client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None), trust_env=False)
+        # Engines close connections that were idle for 5 s; one must not be picked up in the moment it closes.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        self.client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self.client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=()))  # they are a client's, not ours
+        self.passing = Passing(self.client, self.decode)
         self.steps = Steps(self.client, self.prefill, self.decode, self.counts, options.prefill_timeout_s)
 
     @property
@@ -61,7 +83,7 @@ class Proxy:
     @asynccontextmanager
     async def running(self, app: Starlette) -> AsyncIterator[None]:
         """Checks every server while the application runs."""
-        health = Health(self.client, self.options.health_every_s)
+        health = Health(self.client, self.options.health_every_s, self.options.health_timeout_s)
         async with self.client, anyio.create_task_group() as group:
             for server in self.servers:
                 group.start_soon(health.watch, server)
@@ -70,31 +92,50 @@ class Proxy:
 
     async def generate(self, request: Request) -> Response:
         """Both completion routes."""
-        arrived = time.monotonic()
         try:
             service = Service.from_headers(request.headers, self.options.min_quality)
-            body = parsed(await request.body())
+            body = parsed(await self._body(request))
         except ConfigError as error:
             self.counts.requests["refused"] += 1
             return refusal(400, str(error))
-        headers = forwarded(request.headers)
-        headers.setdefault("x-request-id", uuid4().hex)
-        return Relay(self.steps, Job(request.url.path, headers, body, service), self.counts, arrived)
+        except _TooLarge as error:
+            self.counts.requests["refused"] += 1
+            return refusal(413, str(error))
+        except ClientDisconnect:
+            self.counts.requests["disconnected"] += 1
+            return GONE
+        workload = workload_of(text_of(body), service.workload, self.options.classifier, "") or None
+        job = Job(
+            request.scope["path"], as_json(forwarded(request.headers.raw)), body, replace(service, workload=workload)
+        )
+        return Relay(lambda: self.steps.answered(job), self.counts)
 
     async def forward(self, request: Request) -> Response:
         """Any other path, as it is, to a decode server."""
-        server = self.decode.pick()
-        if server is None:
-            return refusal(503, "no decode server is up")
-        url = f"{server.url}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
-        headers = forwarded(request.headers)
         try:
-            with server.busy():
-                answer = await self.client.request(request.method, url, content=await request.body(), headers=headers)
-        except httpx.HTTPError as error:
-            server.failed(error)
-            return refusal(502, f"the decode server {server.url!r} did not answer: {error or type(error).__name__}")
-        return Response(answer.content, answer.status_code, returned(answer.headers))
+            body = await self._body(request)
+            check_passed(body)
+        except ConfigError as error:
+            return refusal(400, str(error))
+        except _TooLarge as error:
+            return refusal(413, str(error))
+        except ClientDisconnect:
+            return GONE
+        query = request.scope["query_string"]
+        target = request.scope["raw_path"] + (b"?" + query if query else b"")
+        passed = Passed(request.method, target, forwarded(request.headers.raw), body)
+        return Relay(lambda: self.passing.answered(passed))
+
+    async def _body(self, request: Request) -> bytes:
+        """All of it: both steps need it, and it may have to be sent once more."""
+        limit, parts = self.options.max_body_bytes, list[bytes]()
+        size = 0 if _announced(request) <= limit else limit + 1
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise _TooLarge(f"the body has more than {limit} bytes, which is the proxy's limit ('--max-body')")
+            parts.append(part)
+        return b"".join(parts)
 
     async def health(self, request: Request) -> Response:
         """200 while a decode server is up: without a prefill server it computes alone."""

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
+import httpx
 import typer
 import uvicorn
 
 from kvserve_core.errors import ConfigError
+from kvserve_core.registry import default_registry
 from kvserve_core.settings import load_settings
-from kvserve_core.units import parse_duration
+from kvserve_core.units import parse_bytes, parse_duration
 from kvserve_vllm.proxy.app import Options, application
 
 Floor = Annotated[
@@ -29,17 +31,22 @@ def vllm_proxy(
     min_quality: Floor = None,
     prefill_timeout: Annotated[str, typer.Option(help="After it the decode server computes alone.")] = "120s",
     health_interval: Annotated[str, typer.Option(help="Between two checks of a server.")] = "2s",
+    max_body: Annotated[str, typer.Option(help="Larger requests are refused; each is held whole.")] = "16MiB",
     config: Annotated[Path | None, typer.Option(help="A settings file, instead of KVSERVE_CONFIG.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Route requests to prefill and decode servers that run the KVServe connector of vLLM."""
-    floor = load_settings(file=config).settings.min_quality if min_quality is None else min_quality
+    settings = load_settings(file=config).settings
+    floor = settings.min_quality if min_quality is None else min_quality
+    chosen = settings.classifier
     options = Options(
         tuple(_url(u, "prefill") for u in prefill),
         tuple(_url(u, "decode") for u in decode),
         floor,
         _seconds(prefill_timeout, "prefill-timeout"),
         _seconds(health_interval, "health-interval"),
+        max_body_bytes=_bytes(max_body, "max-body"),
+        classifier=None if chosen is None else default_registry().create("workload", chosen, "classifier"),
     )
     logging.basicConfig(level=_level(log_level), format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request, health checks too
@@ -47,9 +54,17 @@ def vllm_proxy(
 
 
 def _url(text: str, option: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"{text!r} is not the URL of a server; write for example http://10.0.0.5:8000", option)
+    wrong = ConfigError(f"{text!r} is not the URL of a server; write for example http://10.0.0.5:8000", option)
+    try:
+        parts = urlsplit(text)
+        _ = httpx.URL(text), parts.port  # each finds what the other does not
+    except (ValueError, httpx.InvalidURL):
+        raise wrong from None
+    spaced = any(char.isspace() for char in text)
+    if spaced or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise wrong
+    if parts.username is not None:  # it would be shown on /health and /metrics
+        raise ConfigError("a URL with a user name or password is not taken; let clients send their own", option)
     return text.rstrip("/")
 
 
@@ -61,6 +76,16 @@ def _seconds(text: str, option: str) -> float:
     if not seconds:
         raise ConfigError(f"{text!r} must be above 0; write for example '5s'", option)
     return seconds
+
+
+def _bytes(text: str, option: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ConfigError as error:
+        raise error.under(option) from None
+    if not size:
+        raise ConfigError(f"{text!r} must be above 0; write for example '16MiB'", option)
+    return size
 
 
 def _level(text: str) -> int:

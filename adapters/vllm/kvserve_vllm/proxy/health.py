@@ -9,7 +9,7 @@ import anyio
 import httpx
 
 from kvserve_vllm.proxy.bodies import describe_body, peer_of
-from kvserve_vllm.proxy.upstream import Upstream
+from kvserve_vllm.proxy.upstream import BUSY, FAILURES, Upstream
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +20,16 @@ class Health:
     every_s: between two checks of a server. timeout_s: for an answer.
     """
 
-    def __init__(self, client: httpx.AsyncClient, every_s: float, timeout_s: float = 5.0) -> None:
+    def __init__(self, client: httpx.AsyncClient, every_s: float, timeout_s: float) -> None:
         self._client, self._every_s, self._timeout_s = client, every_s, timeout_s
 
     async def watch(self, server: Upstream) -> None:
         """Until cancelled."""
         while True:
-            await self.check(server)
+            try:
+                await self.check(server)
+            except Exception:  # one odd answer must not end the checks, and with them the proxy
+                log.exception("the check of %s server %s failed", server.role, server.url)
             await anyio.sleep(self._every_s)
 
     async def check(self, server: Upstream) -> None:
@@ -34,10 +37,10 @@ class Health:
         try:
             answer = await self._client.get(f"{server.url}/health", timeout=self._timeout_s)
             answer.raise_for_status()
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            server.failed(error)
+        except FAILURES as error:
+            server.checked(error)
             return
-        server.succeeded()
+        server.checked(None)
         if server.role == "decode" and not server.asked:
             await self._ask(server)
 
@@ -47,7 +50,9 @@ class Health:
             models = await self._client.get(f"{server.url}/v1/models", timeout=self._timeout_s)
             body = describe_body(models.raise_for_status().json()["data"][0]["id"])
             answer = await self._client.post(f"{server.url}/v1/completions", json=body, timeout=self._timeout_s)
-        except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+            if answer.is_server_error or answer.status_code == BUSY:
+                answer.raise_for_status()  # it may know in a while
+        except (httpx.HTTPError, LookupError, TypeError, ValueError, RecursionError) as error:
             log.info("decode server %s was not asked to describe itself: %r", server.url, error)
             return
         server.asked = True

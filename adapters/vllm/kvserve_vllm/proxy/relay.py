@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -13,24 +15,41 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvserve_vllm.proxy.counts import Counts
-from kvserve_vllm.proxy.service import PREFIX
-from kvserve_vllm.proxy.steps import Job, NoServer, Steps
+from kvserve_vllm.proxy.headers import Lines, returned
+from kvserve_vllm.proxy.upstream import NoServer, Upstream, said
 
-OF_THE_CONNECTION = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
-        *("transfer-encoding", "upgrade", "host", "content-length", "accept-encoding"),
-    }
-)
-"""Headers that are about one connection (RFC 9110, 7.6.1), or that the next hop writes itself."""
 DONE = b"data: [DONE]"
 
 
-class Relay(Response):
-    """Runs a job and passes its answer on as it comes; a client that leaves cancels whatever step is running."""
+@dataclass(frozen=True)
+class Answer:
+    """A server's answer. body: all of it as it came over the wire, or None where it is still to come."""
 
-    def __init__(self, steps: Steps, job: Job, counts: Counts, arrived: float) -> None:
-        self._steps, self._job, self._counts, self._arrived = steps, job, counts, arrived
+    server: Upstream
+    response: httpx.Response
+    body: bytes | None = None
+
+    @property
+    def headers(self) -> Lines:
+        """As the client gets them."""
+        lines = returned(self.response.headers.raw, self.server.url)
+        if self.body is None:
+            return lines
+        kept = [line for line in lines if line[0] != b"content-length"]
+        return [*kept, (b"content-length", b"%d" % len(self.body))]
+
+
+class Relay(Response):
+    """Passes an answer on as it comes; a client that leaves cancels whatever is running for it.
+
+    counts: of requests by how they ended and of the wait for the answer, where these are counted.
+    """
+
+    def __init__(
+        self, answered: Callable[[], AbstractAsyncContextManager[Answer]], counts: Counts | None = None
+    ) -> None:
+        self._answered, self._counts = answered, counts
+        self._arrived_s = time.monotonic()
         self._outcome = "disconnected"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,42 +58,49 @@ class Relay(Response):
             group.start_soon(_cancel_when_gone, receive, group.cancel_scope)
             await self._relayed(scope, receive, send)
             group.cancel_scope.cancel()
-        self._counts.requests[self._outcome] += 1
+        if self._counts is not None:
+            self._counts.requests[self._outcome] += 1
 
     async def _relayed(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with self._steps.answered(self._job) as answer:
-                self._counts.first_byte_s.add(time.monotonic() - self._arrived)
+            async with self._answered() as answer:
+                if self._counts is not None:
+                    self._counts.first_byte_s.add(time.monotonic() - self._arrived_s)
                 await self._pass_on(answer, send)
         except NoServer as error:
             self._outcome = "failed"
-            await refusal(503, str(error))(scope, receive, send)
+            await refusal(error.status, str(error))(scope, receive, send)
 
-    async def _pass_on(self, answer: httpx.Response, send: Send) -> None:
-        headers = returned(answer.headers)
-        if answer.is_stream_consumed:
-            headers["content-length"] = str(len(answer.content))
-        raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
-        await send({"type": "http.response.start", "status": answer.status_code, "headers": raw})
-        if answer.is_stream_consumed:
-            await send({"type": "http.response.body", "body": answer.content})
+    async def _pass_on(self, answer: Answer, send: Send) -> None:
+        status = answer.response.status_code
+        await send({"type": "http.response.start", "status": status, "headers": answer.headers})
+        if answer.body is not None:
+            await send({"type": "http.response.body", "body": answer.body})
         else:
             await self._stream(answer, send)
         if self._outcome == "disconnected":
-            self._outcome = "error" if answer.is_error else "ok"
+            self._outcome = "error" if answer.response.is_error else "ok"
 
-    async def _stream(self, answer: httpx.Response, send: Send) -> None:
-        """A stream that breaks ends with an error event, as the engine's own streams do, and without ``[DONE]``."""
+    async def _stream(self, answer: Answer, send: Send) -> None:
         try:
-            async for chunk in answer.aiter_raw():
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                if chunk.rstrip().endswith(DONE):  # many clients leave then, which is no loss to them
-                    self._outcome = "ok"
+            with answer.server.leashed():
+                async for chunk in answer.response.aiter_raw():
+                    answer.server.heard()
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    if chunk.rstrip().endswith(DONE):  # many clients leave then, which is no loss to them
+                        self._outcome = "ok"
         except httpx.HTTPError as error:
             self._outcome = "broken"
-            text = json.dumps(_error_body(502, f"the decode server broke off: {error or type(error).__name__}"))
-            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+            if not answer.response.headers.get("content-type", "").startswith("text/event-stream"):
+                return  # the connection closes short of its end, which is how the client knows
+            await send({"type": "http.response.body", "body": _error_event(error), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+def _error_event(error: httpx.HTTPError) -> bytes:
+    """A stream that breaks ends with an error, as the engine's own streams do, and without ``[DONE]``."""
+    text = json.dumps(_error_body(502, f"the decode server broke off: {said(error)}"))
+    return f"data: {text}\n\n".encode()
 
 
 async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
@@ -83,19 +109,8 @@ async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-def forwarded(headers: Mapping[str, str]) -> dict[str, str]:
-    """A client's headers as a server gets them."""
-    kept = {k: v for k, v in headers.items() if k not in OF_THE_CONNECTION and not k.startswith(PREFIX)}
-    return kept | {"accept-encoding": "identity"}
-
-
-def returned(headers: httpx.Headers) -> dict[str, str]:
-    """A server's headers as the client gets them."""
-    return {k: v for k, v in headers.items() if k not in OF_THE_CONNECTION}
-
-
 def _error_body(status: int, message: str) -> dict[str, Any]:
-    kind = "invalid_request_error" if status == 400 else "service_unavailable"
+    kind = "invalid_request_error" if status < 500 else "service_unavailable"
     return {"error": {"message": message, "type": kind, "code": status}}
 
 

@@ -49,7 +49,7 @@ class Service:
     @property
     def quality_class(self) -> str:
         """Requests of one class may share KV that lost something: their floors are the same."""
-        return format(self.min_quality, "g")
+        return repr(float(self.min_quality)).removesuffix(".0")
 
     def salt(self, given: str | None) -> str:
         """A ``cache_salt`` that keeps quality classes apart, and clients that salt themselves.

@@ -10,21 +10,20 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import anyio
 import httpx
 
-from kvserve_vllm.proxy.bodies import Body, alone, decode_body, offer_of, prefill_body
+from kvserve_vllm.proxy.bodies import Body, Written, alone, decode_content, offer_of, prefill_content, written
 from kvserve_vllm.proxy.counts import Counts
+from kvserve_vllm.proxy.headers import Lines
+from kvserve_vllm.proxy.passing import close
+from kvserve_vllm.proxy.relay import Answer
 from kvserve_vllm.proxy.service import Service
-from kvserve_vllm.proxy.upstream import NEVER_REACHED, Pool, Upstream
+from kvserve_vllm.proxy.upstream import BUSY, FAILURES, NEVER_REACHED, STRIKES, NoServer, Pool, Upstream
 
 Offer = Mapping[str, object]
-BUSY = 429
-
-
-class NoServer(Exception):
-    """No decode server can take the request."""
 
 
 class _NotLoaded(Exception):
@@ -36,9 +35,14 @@ class Job:
     """One request of a client: where it goes, its headers as forwarded, its body and its demands."""
 
     path: str
-    headers: Mapping[str, str]
+    headers: Lines
     body: Body
     service: Service
+
+    @cached_property
+    def written(self) -> Written:
+        """The body field by field, written once for both steps."""
+        return written(self.body)
 
     @property
     def streams(self) -> bool:
@@ -56,10 +60,10 @@ class Steps:
         self, client: httpx.AsyncClient, prefill: Pool, decode: Pool, counts: Counts, prefill_timeout_s: float
     ) -> None:
         self._client, self._prefill, self._decode, self._counts = client, prefill, decode, counts
-        self._prefill_timeout = httpx.Timeout(prefill_timeout_s, connect=client.timeout.connect)
+        self._prefill_timeout_s = prefill_timeout_s
 
     @asynccontextmanager
-    async def answered(self, job: Job) -> AsyncIterator[httpx.Response]:
+    async def answered(self, job: Job) -> AsyncIterator[Answer]:
         """The decode server's answer: its body yet to come where the job streams, else complete.
 
         Raises:
@@ -70,12 +74,12 @@ class Steps:
             raise NoServer("no decode server is up")
         with server.busy():  # the prefill server is told of this choice, so it counts from now on
             offer = await self._transfer(job, server)
-        server, answer = await self._decoded(job, server, offer)
-        with server.busy():
+        answer = await self._decoded(job, server, offer)
+        with answer.server.busy():
             try:
                 yield answer
             finally:
-                await _close(answer)
+                await close(answer.response)
 
     async def _transfer(self, job: Job, consumer: Upstream) -> Offer | None:
         """Step one: the offer, or None, with its reason counted, where the decode server has to compute alone."""
@@ -97,10 +101,10 @@ class Steps:
             tried.append(server)
             try:
                 answer = await self._prefill_at(server, job, consumer)
-            except httpx.ReadTimeout as error:  # another server would only make the client wait as long again
+            except TimeoutError as error:  # another server would only make the client wait as long again
                 server.failed(error)
                 return None, "prefill_timeout"
-            except httpx.HTTPError as error:
+            except FAILURES as error:
                 server.failed(error)
                 continue
             if answer.is_server_error or answer.status_code == BUSY:
@@ -113,28 +117,29 @@ class Steps:
         return None, "prefill_failed" if tried else "no_prefill"
 
     async def _prefill_at(self, server: Upstream, job: Job, consumer: Upstream) -> httpx.Response:
-        body = prefill_body(job.body, job.service, consumer.peer)
-        with server.busy():
-            return await self._client.post(
-                server.url + job.path, json=body, headers=job.headers, timeout=self._prefill_timeout
-            )
+        content = prefill_content(job.written, job.service, consumer.peer)
+        with server.busy(), server.leashed(), anyio.fail_after(self._prefill_timeout_s):
+            return await self._client.post(server.url + job.path, content=content, headers=job.headers)
 
-    async def _decoded(self, job: Job, server: Upstream | None, offer: Offer | None) -> tuple[Upstream, httpx.Response]:
+    async def _decoded(self, job: Job, server: Upstream | None, offer: Offer | None) -> Answer:
         """Step two: at another server, or without the transfer, as long as nothing was answered."""
         failed: list[Upstream] = []
+        late = 0
         while server is not None:
             try:
-                with server.busy():
+                with server.busy(), server.leashed():
                     answer = await self._decode_at(server, job, offer)
                 server.succeeded()
-                return server, answer
+                return answer
             except _NotLoaded:
                 self._counts.alone["load_failed"] += 1
                 offer = None
             except NEVER_REACHED as error:  # the transfer is still there for another one
                 server.failed(error)
-                failed.append(server)
-            except httpx.HTTPError as error:  # the transfer may be half fetched
+                late += isinstance(error, httpx.ConnectTimeout)
+                if server.refuses or late >= STRIKES:
+                    failed.append(server)
+            except FAILURES as error:  # the transfer may be half fetched
                 server.failed(error)
                 failed.append(server)
                 self._counts.alone["decode_failed"] += offer is not None
@@ -143,21 +148,14 @@ class Steps:
             self._counts.retries["decode"] += server is not None
         raise NoServer("every decode server that is up failed to answer")
 
-    async def _decode_at(self, server: Upstream, job: Job, offer: Offer | None) -> httpx.Response:
-        body = decode_body(job.body, job.service, offer)
-        request = self._client.build_request("POST", server.url + job.path, json=body, headers=job.headers)
+    async def _decode_at(self, server: Upstream, job: Job, offer: Offer | None) -> Answer:
+        content = decode_content(job.written, job.service, job.body.get("cache_salt"), offer)
+        request = self._client.build_request("POST", server.url + job.path, content=content, headers=job.headers)
         answer = await self._client.send(request, stream=True)
         try:
             if answer.is_server_error and offer is not None:
                 raise _NotLoaded
-            if not job.streams:
-                await answer.aread()
+            return Answer(server, answer, None if job.streams else b"".join([raw async for raw in answer.aiter_raw()]))
         except BaseException:
-            await _close(answer)
+            await close(answer)
             raise
-        return answer
-
-
-async def _close(answer: httpx.Response) -> None:
-    with anyio.CancelScope(shield=True):
-        await answer.aclose()

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from kvserve_core.deployment import Deployment
-from kvserve_core.latency import critical_bandwidth
 from kvserve_core.peer import PeerInfo
-from kvserve_core.policy import Decision, joined
+from kvserve_core.policy import Decision
 from kvserve_core.spec import SEGMENT_TOKENS
 from kvserve_core.transport import Endpoint, Locator
 from kvserve_vllm import compat
+from kvserve_vllm.arrival import Arrival
 from kvserve_vllm.compat import Scheduled
 from kvserve_vllm.metadata import Open, Profile, RankInfo, StepMeta, WorkerReport
 from kvserve_vllm.params import TransferParams, answer, prompt_digest
-from kvserve_vllm.scheduler.wanted import Unsettled, Wanted, leave_last_token, waited_s
+from kvserve_vllm.scheduler.settling import Settling
+from kvserve_vllm.scheduler.wanted import Wanted, leave_last_token
 from kvserve_vllm.spec import ServedModel
 from kvserve_vllm.stats import StatsBuffer
 from kvserve_vllm.worker.offers import PREEMPTED
 
 log = logging.getLogger(__name__)
-MAX_UNSETTLED = 4096
-"""Decisions kept until their outcomes come; the oldest give way."""
 BROKEN = "its offer failed"
 NOT_LOADED = "the load that it went on from failed"
 DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -44,12 +42,13 @@ class Offering:
         self._drops: dict[str, str] = {}
         self._late: dict[str, Wanted] = {}
         self._ranks = 1
-        self._unsettled: OrderedDict[str, Unsettled] = OrderedDict()
+        self._unsettled = Settling(deployment, stats)
 
     def meet(self, ranks: Sequence[RankInfo]) -> None:
         """What the ranks can encode: a profile must be one of every rank."""
         self._ranks = len(ranks)
         self._endpoints = tuple(rank.endpoint for rank in ranks if rank.endpoint is not None)
+        self._unsettled.ranks = len(self._endpoints)
         common = set.intersection(*(set(rank.profiles) for rank in ranks))
         self._profiles = {name: ranks[0].profiles[name] for name in ranks[0].profiles if name in common}
 
@@ -57,7 +56,9 @@ class Offering:
         """A request asks for its KV to be offered."""
         total = self._model.sendable(request.num_prompt_tokens)
         if total > 0 and self._endpoints:
-            self._wanted[request.request_id] = Wanted(request, params, total, prompt_digest(request))
+            self._wanted[request.request_id] = Wanted(
+                request, params, total, prompt_digest(request), Arrival.of(request)
+            )
             if self._model.has_state:
                 leave_last_token(request)
 
@@ -79,6 +80,7 @@ class Offering:
                 self._plan(wanted, entry, output.num_scheduled_tokens[entry.req_id], meta)
             except Exception:  # one request's trouble: the others of the step go on
                 log.exception("request %r is not offered", entry.req_id)
+                self._stats.hook_failed("build_connector_meta")
                 self._break(wanted)
 
     def _read(self, output: Any) -> tuple[frozenset[str], list[Scheduled]]:
@@ -154,9 +156,7 @@ class Offering:
         req_id = wanted.request.request_id
         meta.open.append(Open(req_id, transfer_id, wanted.total, slim, wanted.params.peer, blocks))
         wanted.transfer_id, wanted.profile = transfer_id, decision.profile
-        self._unsettled[transfer_id] = Unsettled(decision)
-        if len(self._unsettled) > MAX_UNSETTLED:
-            self._unsettled.popitem(last=False)
+        self._unsettled.add(transfer_id, decision, named=wanted.params.peer is not None)
 
     def _decide(self, wanted: Wanted) -> Decision:
         peer = wanted.params.peer
@@ -164,7 +164,7 @@ class Offering:
             wanted.total,
             wanted.params.options,
             link=peer.link if peer else "default",
-            elapsed_s=waited_s(wanted.request),
+            elapsed_s=wanted.arrival.waited_s(),
             acceptable=self._acceptable(peer),
         )
         decision = self._deployment.controller.choose(context)
@@ -172,7 +172,8 @@ class Offering:
         return decision
 
     def _acceptable(self, peer: PeerInfo | None) -> frozenset[str]:
-        return self._deployment.acceptable(self._profiles, peer)
+        found = self._deployment.acceptable(self._profiles, peer)
+        return found if peer is not None else self._unsettled.refusals.without(found)
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """``(keep its blocks, what the router gets)``. The workers hand the blocks back once they are encoded."""
@@ -186,6 +187,7 @@ class Offering:
             return True, self._answer(wanted)
         except Exception:  # the workers hold its blocks: they must give them back, whatever is answered
             log.exception("request %r is answered without its transfer", request.request_id)
+            self._stats.hook_failed("request_finished")
             self._late.pop(request.request_id, None)
             self._drops[request.request_id] = BROKEN
             return True, None
@@ -216,22 +218,14 @@ class Offering:
         if wanted.started_at > 0 and tokens < SEGMENT_TOKENS:
             return  # nearly all of it was cached: what is left says nothing of that either
         seconds = time.monotonic() - wanted.started_s
-        self._deployment.controller.observe_prefill(tokens, seconds, max(0.0, waited_s(wanted.request) - seconds))
+        self._deployment.controller.observe_prefill(tokens, seconds, max(0.0, wanted.arrival.waited_s() - seconds))
 
     def learn(self, report: WorkerReport) -> None:
         """Outcomes of the workers: the controller sees a transfer once, when all ranks have told theirs."""
         for outcome in report.outcomes:
-            unsettled = self._unsettled.get(outcome.transfer_id)
-            if unsettled is None:
-                continue
-            unsettled.outcomes.append(outcome)
-            if len(unsettled.outcomes) == len(self._endpoints):
-                del self._unsettled[outcome.transfer_id]
-                self._settle(unsettled)
+            self._unsettled.ended(outcome)
         for transfer_id, reason in report.failed:
-            if self._unsettled.pop(transfer_id, None) is not None:
-                log.info("transfer %r was not delivered: %s", transfer_id, reason)
-                self._stats.add("transfers", 1, "producer", "false")
+            if self._unsettled.failed(transfer_id, reason):
                 self._fail(transfer_id)
         for end in (*report.loads, *report.prefix_loaded):
             wanted = self._wanted.get(end.req_id) or self._late.get(end.req_id)
@@ -244,21 +238,3 @@ class Offering:
         for wanted in self._wanted.values():
             if wanted.transfer_id == transfer_id:
                 self._break(wanted)
-
-    def _settle(self, unsettled: Unsettled) -> None:
-        outcome, decision = joined(unsettled.outcomes), unsettled.decision
-        self._deployment.controller.observe(decision, outcome)
-        self._stats.transferred(outcome, "producer")
-        self._stats.add("encode_seconds", outcome.encode_s)
-        slo_s = decision.context.slo_s
-        if slo_s is not None and decision.context.model_s + outcome.encode_s + outcome.total_s > slo_s:
-            self._stats.add("slo_misses", 1)
-        controller = self._deployment.controller
-        goodput = controller.links.estimate(decision.context.link)
-        self._stats.add("goodput_bytes_per_second", goodput, decision.context.link)
-        nbytes = decision.context.nbytes
-        for priced in controller.feasible(decision.context):
-            if priced.profile.name == outcome.profile:
-                encode_s, decode_s, wire_bytes = priced.costs(nbytes)
-                pays_below = critical_bandwidth(nbytes / wire_bytes, nbytes / max(encode_s + decode_s, 1e-9))
-                self._stats.add("break_even_bytes_per_second", pays_below, outcome.profile)

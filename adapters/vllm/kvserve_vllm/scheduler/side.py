@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from kvserve_core.deployment import Deployment
 from kvserve_core.errors import ConfigError
+from kvserve_vllm.guard import isolated
 from kvserve_vllm.metadata import RankInfo, StepMeta, WorkerReport
 from kvserve_vllm.params import TransferParams, description
-from kvserve_vllm.prefix_scheduler import Prefixes
+from kvserve_vllm.prefix.scheduler import Prefixes
 from kvserve_vllm.scheduler.fetching import Fetching
 from kvserve_vllm.scheduler.offering import Offering
 from kvserve_vllm.scheduler.pollution import Pollution
@@ -36,6 +38,8 @@ class SchedulerSide:
         self.stats = StatsBuffer(deployment.counters)
         self.stats.add("library_loaded", float(deployment.library is not None))
         self._deployment = deployment
+        if role.is_kv_producer or store:  # what decides is made, or refused, before the first request comes
+            _ = deployment.controller, deployment.classifier
         self._pollution = Pollution(deployment.settings.lossy_prefix_cache, block_sizes, self.stats)
         ranks = model.tp_size * model.pp_size
         self._offering = Offering(deployment, model, self.stats) if role.is_kv_producer else None
@@ -63,15 +67,15 @@ class SchedulerSide:
         try:
             params = TransferParams.parse(request.kv_transfer_params)
         except ConfigError as error:
-            log.warning("request %r: %s; its KV is neither offered nor fetched", request.request_id, error)
-            params = NOTHING
+            log.warning("request %r: %.500s; its KV is neither offered nor fetched", request.request_id, error)
+            return  # not from the store either: what it wanted of its quality is not known
         self._params[request.request_id] = params
-        if params.offer and self._offering is not None:
-            self._offering.arrived(request, params)
-        if params.fetch and self._fetching is not None:
-            self._fetching.arrived(request, params)
-        if self._prefixes is not None:
-            self._prefixes.arrived(request, params)
+        if params.offer and (offering := self._offering) is not None:
+            self._isolated("on_new_request", lambda: offering.arrived(request, params))
+        if params.fetch and (fetching := self._fetching) is not None:
+            self._isolated("on_new_request", lambda: fetching.arrived(request, params))
+        if (prefixes := self._prefixes) is not None:
+            self._isolated("on_new_request", lambda: prefixes.arrived(request, params))
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond the computed ones: from the peer it names, else from the store."""
@@ -82,58 +86,51 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks are there."""
         ids = tuple(list(group) for group in blocks.get_block_ids())
-        self._pollution.allocated(request.request_id, ids)
-        if self._fetching is not None:
-            self._fetching.allocated(request, ids, external)
-        if self._prefixes is not None:
-            self._prefixes.allocated(request, ids, external)
+        hook = "update_state_after_alloc"
+        self._isolated(hook, lambda: self._pollution.allocated(request.request_id, ids))
+        if (fetching := self._fetching) is not None:
+            self._isolated(hook, lambda: fetching.allocated(request, ids, external))
+        if (prefixes := self._prefixes) is not None:
+            self._isolated(hook, lambda: prefixes.allocated(request, ids, external))
 
     def plan(self, output: Any) -> StepMeta:
         """What the workers are to do in this step."""
-        meta = StepMeta()
-        isolated("the engine's prefix cache", lambda: self._pollution.plan(output))
+        meta, hook = StepMeta(idle=getattr(output, "total_num_scheduled_tokens", None) == 0), "build_connector_meta"
+        self._isolated(hook, lambda: self._pollution.plan(output))
         if (fetching := self._fetching) is not None:
-            isolated("loads", lambda: fetching.plan(meta))
+            self._isolated(hook, lambda: fetching.plan(meta))
         if (prefixes := self._prefixes) is not None:
-            isolated("stored prefixes", lambda: prefixes.plan(output, meta))
+            self._isolated(hook, lambda: prefixes.plan(output, meta))
         if (offering := self._offering) is not None:
-            isolated("offers", lambda: offering.plan(output, meta, loads_within(meta)))
+            self._isolated(hook, lambda: offering.plan(output, meta, loads_within(meta)))
         return meta
 
     def learn(self, report: WorkerReport) -> None:
         """What the workers saw."""
-        if self._offering is not None:
-            self._offering.learn(report)
-        if self._fetching is not None:
-            self._fetching.learn(report)
-        if self._prefixes is not None:
-            self._prefixes.learn(report)
+        for half in (self._offering, self._fetching, self._prefixes):
+            if half is not None:
+                self._isolated("update_connector_output", partial(half.learn, report))
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """``(keep its blocks, what the router gets)``."""
         params = self._params.pop(request.request_id, NOTHING)
-        isolated("the engine's prefix cache", lambda: self._pollution.finished(request.request_id))
+        self._isolated("request_finished", lambda: self._pollution.finished(request.request_id))
         if (fetching := self._fetching) is not None:
-            isolated("loads", lambda: fetching.finished(request))
+            self._isolated("request_finished", lambda: fetching.finished(request))
         keep, answer = self._offering.finished(request) if self._offering is not None else (False, None)
         if answer is None and params.describe:
             peer = next((rank.peer for rank in self._ranks if rank.peer is not None), None)
             answer = description(peer) if peer is not None else None
-        if self._prefixes is not None and self._prefixes.finished(request):
-            keep = True
+        if (prefixes := self._prefixes) is not None:
+            keep |= isolated(self.stats, "request_finished", lambda: prefixes.finished(request), False)
         return keep, answer
+
+    def _isolated(self, hook: str, part: Callable[[], None]) -> None:
+        isolated(self.stats, hook, part, None)
 
     def close(self) -> None:
         """Nothing runs here that would not end by itself; sockets of this process are closed."""
         self._deployment.close()
-
-
-def isolated(what: str, hook: Callable[[], None]) -> None:
-    """Run one half's part of a hook: what the others order and answer must get through whatever it does."""
-    try:
-        hook()
-    except Exception:  # nothing of one half may cost the requests of another
-        log.exception("%s were left out of a step", what)
 
 
 def loads_within(meta: StepMeta) -> set[str]:

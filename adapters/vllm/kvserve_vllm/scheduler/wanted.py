@@ -1,17 +1,13 @@
-"""A request that is to be offered, and the decision for it, until all ranks have told how that went."""
+"""A request that is to be offered."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from kvserve_core.policy import Decision, Outcome
+from kvserve_vllm.arrival import Arrival
 from kvserve_vllm.metadata import Blocks
 from kvserve_vllm.params import TransferParams
-
-MAX_WAITED_S = 86400.0
-"""Longest wait that is believed of a request: its clock may not be ours."""
 
 
 @dataclass
@@ -28,6 +24,7 @@ class Wanted:
     params: TransferParams
     total: int
     prompt: str | None
+    arrival: Arrival
     started_s: float = 0.0
     started_at: int = 0
     attempts: int = 0
@@ -39,19 +36,6 @@ class Wanted:
     computed: int = 0
     loads: int = 0
     not_loaded: bool = False
-
-
-@dataclass
-class Unsettled:
-    """A decision and the outcomes of the ranks so far."""
-
-    decision: Decision
-    outcomes: list[Outcome] = field(default_factory=list)
-
-
-def waited_s(request: Any) -> float:
-    """Seconds since a request arrived, by the clock of the front end that took it."""
-    return min(max(0.0, time.time() - request.arrival_time), MAX_WAITED_S)
 
 
 def leave_last_token(request: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from kvserve_vllm.placement import NULL_BLOCK, Placement
 log = logging.getLogger(__name__)
 WAIT_S = 0.0005
 """How often a load that the forward pass waits for is looked at."""
+MAX_FROM_ONE = 8
+"""Fetches at once from one prefill engine, a quarter of what a session serves at once."""
 
 
 @dataclass
@@ -43,12 +46,28 @@ class Ended:
         return taken
 
 
+@dataclass
+class Queued:
+    """A load whose turn has not come. until_s: its deadline, on the monotonic clock."""
+
+    load: Load
+    until_s: float
+    given_up: bool = False
+
+    @property
+    def peer(self) -> str:
+        """Where it comes from: ranks of one engine share a host, or a fate."""
+        return next((endpoint.address for endpoint in self.load.locator.endpoints), "")
+
+
 class Loads:
     """Starts, cancels and ends loads. deadline_s: longest time a fetch may take."""
 
     def __init__(self, placement: Placement, deadline_s: float) -> None:
         self._placement, self._deadline_s = placement, deadline_s
         self._active: dict[str, Load] = {}
+        self._queued: deque[Queued] = deque()
+        self._fetching: dict[str, str] = {}
         self._consumer: Consumer | None = None
         self.ended = Ended()
 
@@ -79,22 +98,47 @@ class Loads:
             self._active[load.req_id] = load
             if load.wait:
                 waiting.add(load.req_id)
-            try:
-                until = time.monotonic() + self._deadline_s
-                self._session().fetch(load.locator, range(load.start, load.stop), until, name=load.req_id)
-            except Exception as error:  # noqa: BLE001  # the engine waits for this load's end, whatever went wrong
-                self._end(load, load.start, f"{type(error).__name__}: {error}", report)
+            self._queued.append(Queued(load, time.monotonic() + self._deadline_s))
+        self._fetch_queued(report)
         outcomes = []
         while waiting & self._active.keys():
             outcomes += self.poll(report)
             time.sleep(WAIT_S)
         return outcomes
 
+    def _fetch_queued(self, report: WorkerReport) -> None:
+        """Start those that have their turn: a host that is gone must not take the fetch threads from the others."""
+        for _ in range(len(self._queued)):
+            queued = self._queued.popleft()
+            load, peer = queued.load, queued.peer
+            if queued.given_up or time.monotonic() > queued.until_s:
+                self._end(load, load.start, "TransferTimeout: its turn did not come in time", report)
+            elif sum(other == peer for other in self._fetching.values()) >= MAX_FROM_ONE:
+                self._queued.append(queued)
+            else:
+                self._fetch(queued, report)
+
+    def _fetch(self, queued: Queued, report: WorkerReport) -> None:
+        load = queued.load
+        try:
+            tokens = range(load.start, load.stop)
+            self._session().fetch(load.locator, tokens, queued.until_s, name=load.req_id)
+            self._fetching[load.req_id] = queued.peer
+        except Exception as error:  # noqa: BLE001  # the engine waits for this load's end, whatever went wrong
+            self._end(load, load.start, f"{type(error).__name__}: {error}", report)
+
+    def rest(self, seconds: float) -> None:
+        """Leave the interpreter to the fetch threads until a load ends, at most so long."""
+        if self._active:
+            self._session().wait(seconds)
+
     def cancel(self, req_ids: Iterable[str]) -> None:
         """Give up loads; each still ends with one report."""
-        for req_id in req_ids:
-            if req_id in self._active:
-                self._session().cancel(req_id)
+        given_up = set(req_ids)
+        for req_id in given_up & self._fetching.keys():
+            self._session().cancel(req_id)
+        for queued in self._queued:
+            queued.given_up = queued.given_up or queued.load.req_id in given_up
 
     def release(self, locators: Iterable[Locator]) -> None:
         """Nothing of these is needed: tell their producers."""
@@ -115,10 +159,12 @@ class Loads:
                 case LoadFailed():
                     log.warning("loading %r failed, %s", load.locator.transfer_id, event.error)
                     self._end(load, event.valid.stop, f"{type(event.error).__name__}: {event.error}", report)
+        self._fetch_queued(report)
         return outcomes
 
     def _end(self, load: Load, valid: int, reason: str, report: WorkerReport) -> None:
         del self._active[load.req_id]
+        self._fetching.pop(load.req_id, None)
         tokens = load.stop - load.start
         report.loads.append(LoadEnd(load.req_id, load.locator.transfer_id, tokens, valid - load.start, reason))
         if not load.wait:

@@ -1,10 +1,10 @@
-"""What a worker does in a step, in the order the engine calls it. Exceptions never leave: they are logged, counted."""
+"""What a worker does in a step, in the order the engine calls it. A half that fails is counted, the others go on."""
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from kvserve_core.deployment import Deployment
 from kvserve_core.session import Consumer, Event, Producer
 from kvserve_core.transport import Endpoint
 from kvserve_vllm import compat
+from kvserve_vllm.guard import isolated
 from kvserve_vllm.metadata import Profile, RankInfo, StepMeta, WorkerReport
 from kvserve_vllm.placement import Placement
-from kvserve_vllm.prefix_keys import kv_scales
-from kvserve_vllm.prefix_worker import PrefixWorker
+from kvserve_vllm.prefix.keys import kv_scales
+from kvserve_vllm.prefix.worker import PrefixWorker
 from kvserve_vllm.self_test import check_layers
 from kvserve_vllm.spec import ServedModel, layer_cache
 from kvserve_vllm.stats import StatsBuffer
@@ -25,6 +26,11 @@ from kvserve_vllm.worker.loads import Ended, Loads
 from kvserve_vllm.worker.offers import Offers
 
 log = logging.getLogger(__name__)
+
+
+IDLE_S = 0.004
+"""How long a step in which nothing is computed may wait for a load to end: an engine that steps on and on takes the
+interpreter from the threads that load, and they then take several times as long."""
 
 
 class WorkerSide:
@@ -41,6 +47,7 @@ class WorkerSide:
         self._consumer: Consumer | None = None
         self._info: RankInfo | None = None
         self._report = WorkerReport()
+        self._idle = False
         self.offers: Offers | None = None
         self.loads: Loads | None = None
         self.prefix: PrefixWorker | None = None
@@ -107,49 +114,53 @@ class WorkerSide:
 
     def before_batch(self, meta: StepMeta) -> None:
         """Before any block that a request lost can be overwritten."""
-        if self.offers is not None:
-            self.offers.drop(meta.drop)
-            try:
-                self.offers.poll(self._report)
-            except Exception:  # the orders below must be carried out: the scheduler counts on them
-                log.exception("what became of offers is not known in this step")
+        if (offers := self.offers) is not None:
+            offers.drop(meta.drop)
+            self._isolated("handle_preemptions", lambda: offers.poll(self._report))
             for op in meta.open:
-                self.offers.open(op, self._report)
-            self.offers.grow(meta.grow)
-        if self.prefix is not None:
-            self.prefix.before_batch(meta)
+                offers.open(op, self._report)
+            offers.grow(meta.grow)
+        if (prefix := self.prefix) is not None:
+            self._isolated("handle_preemptions", lambda: prefix.before_batch(meta))
 
     def load(self, meta: StepMeta) -> None:
         """Start this step's loads."""
-        if self.loads is not None:
-            self.loads.cancel(meta.cancel)
-            self.loads.release(meta.release)
-            self.stats.loaded(self.loads.start(meta.load, self._report))
-        if self.prefix is not None:
-            self.prefix.load(meta, self._report)
+        self._idle = meta.idle
+        if (loads := self.loads) is not None:
+            self._isolated("start_load_kv", lambda: loads.cancel(meta.cancel))
+            self._isolated("start_load_kv", lambda: loads.release(meta.release))
+            self._isolated("start_load_kv", lambda: self.stats.loaded(loads.start(meta.load, self._report)))
+        if (prefix := self.prefix) is not None:
+            self._isolated("start_load_kv", lambda: prefix.load(meta, self._report))
 
     def after_forward(self, meta: StepMeta) -> None:
         """This step's tokens are computed (or queued on the GPU)."""
-        if self.offers is not None:
-            self.offers.advance(meta.ready)
-        if self.prefix is not None:
-            self.prefix.after_forward(meta, self._report)
+        if (offers := self.offers) is not None:
+            self._isolated("wait_for_save", lambda: offers.advance(meta.ready))
+        if (prefix := self.prefix) is not None:
+            self._isolated("wait_for_save", lambda: prefix.after_forward(meta, self._report))
 
     def finished(self, req_ids: set[str]) -> tuple[set[str], Ended]:
         """Requests whose blocks the engine may have back, and loads that ended."""
         sent: set[str] = set()
         ended = Ended()
-        if self.offers is not None:
-            self.offers.poll(self._report)
-            sent = self.offers.finished(req_ids)
-        if self.loads is not None:
-            self.stats.loaded(self.loads.poll(self._report))
-            ended = self.loads.ended.take()
-        if self.prefix is not None:
-            sent = self.prefix.finished(req_ids, sent, self.offers, self._report)
-            ended.join(self.prefix.ended(self._report))
+        if (offers := self.offers) is not None:
+            self._isolated("get_finished", lambda: offers.poll(self._report))
+            sent = offers.finished(req_ids)
+        if (loads := self.loads) is not None:
+            if self._idle:
+                loads.rest(IDLE_S)
+            self._isolated("get_finished", lambda: self.stats.loaded(loads.poll(self._report)))
+            ended = loads.ended.take()
+        if (prefix := self.prefix) is not None:
+            self._isolated("get_finished", lambda: prefix.poll(self._report))
+            sent = prefix.finished(req_ids, sent, self.offers)
+            ended.join(prefix.ended())
         self.stats.held(self._producer.budget.held_bytes if self._producer is not None else 0)
         return sent, ended
+
+    def _isolated(self, hook: str, part: Callable[[], None]) -> None:
+        isolated(self.stats, hook, part, None)
 
     def report(self) -> WorkerReport | None:
         """What the scheduler side learns from; None when nothing happened."""

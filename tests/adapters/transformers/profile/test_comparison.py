@@ -43,6 +43,20 @@ def test_unified_keeps_the_floor_everywhere_and_aware_on_each_workload() -> None
     assert found[AWARE]["code"].cr == 12.0
 
 
+def test_a_second_unified_row_may_leave_out_a_workload_that_nothing_keeps() -> None:
+    lost = {DEFAULT: cell(1.0, 1.0), "fine": cell(0.1, 4.5), "prose": cell(0.0, 9.0), "coarse": cell(0.0, 15.0)}
+    rows = {name: row | {"strict": lost[name]} for name, row in ROWS.items()}
+    found = choices(rows, ["fine", "prose", "coarse"], 0.95, ["strict"])
+    assert {c.profile for c in found[UNIFIED].values()} == {DEFAULT}
+    assert list(found) == [UNIFIED, "unified, but for strict", AWARE]
+    second = found["unified, but for strict"]
+    assert {w: (c.profile, c.cr) for w, c in second.items()} == {
+        "prose": ("fine", 4.0),
+        "code": ("fine", 5.0),
+        "strict": ("fine", 4.5),
+    }
+
+
 def test_where_nothing_keeps_the_floor_nothing_is_compressed() -> None:
     found = choices(ROWS, ["coarse"], 0.99)
     assert {c.profile for row in found.values() for c in row.values()} == {DEFAULT}

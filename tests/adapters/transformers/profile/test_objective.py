@@ -31,6 +31,14 @@ def test_a_finer_pipeline_is_better_and_larger() -> None:
     assert asked.engine.held == ("profile",)
 
 
+def test_the_evaluators_prompts_can_serve_as_timings() -> None:
+    asked = objective(lengths=(16,), reuse=True)  # a line needs a second length: that of the prompts
+    (found,) = asked.measure([uniform(16, layer_block=3)])
+    assert found.error == ""
+    assert found.encode.seconds(1e6) > 0
+    asked.close()
+
+
 def test_estimates_are_near_to_full_frames_and_keep_their_order() -> None:
     asked = objective()
     points = [uniform(levels, codec, layer_block=3) for levels in (4, 16, 64) for codec in ("bitpack", "zstd")]

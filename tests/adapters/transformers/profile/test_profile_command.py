@@ -48,7 +48,7 @@ def test_an_evaluator_is_a_name_or_json() -> None:
 def test_the_search_is_quick_and_what_is_kept_is_measured_thoroughly(tmp_path: Path) -> None:
     plan = _plan(setup(), Options(), "prose", 6, "process", 3, 12, tmp_path / "j")
     assert (plan.search.quick, plan.confirm.quick, plan.batch) == (6, None, 3)
-    assert plan.search.repeats == 1
+    assert (plan.search.reuse, plan.confirm.reuse) == (True, False)
     assert _plan(setup(), Options(), "prose", 6, "serial", 3, 12, tmp_path / "j").batch == 1
 
 

@@ -40,7 +40,7 @@ def run(given: Plan, seen: Callable[..., None] = lambda *_: None) -> ProfileLibr
 def test_a_run_leaves_a_library_that_a_controller_can_use(tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     library = run(plan(tmp_path), lambda task, done, of, _: steps.append((task, done, of)))
-    assert {task for task, *_ in steps} == {"estimate", "measure", "confirm"}
+    assert list(dict.fromkeys(task for task, *_ in steps)) == ["estimate", "measure", "confirm", "time"]
     assert ("measure", 5, 5) in steps
     names = [p.name for p in library.profiles]
     assert names[:2] == ["raw", "lossless"]
@@ -66,6 +66,24 @@ def test_the_trace_tells_the_search(tmp_path: Path) -> None:
     assert search["cpu_s"] > 0
     best = search["best"]["0.5"]
     assert best["cr"] == max(row["cr"] for row in search["trace"] if row["low"] >= 0.5)
+
+
+def test_named_pipelines_go_into_the_library_beside_what_was_found(tmp_path: Path) -> None:
+    beaten = uniform(2, layer_block=3).spec  # of 2 levels nothing is left, so that the search cannot have kept it
+    library = run(plan(tmp_path, also={"mine": beaten}))
+    (mine,) = [p for p in library.profiles if p.name == "mine"]
+    assert mine.pipeline == beaten
+    assert mine.quality["default"].samples == 4
+    assert [p.cr for p in library.profiles[2:]] == sorted(p.cr for p in library.profiles[2:])
+
+
+def test_a_pipeline_that_is_named_and_found_is_there_once_under_its_own_name(tmp_path: Path) -> None:
+    found = run(plan(tmp_path))
+    best = max(found.profiles, key=lambda p: p.cr)
+    (tmp_path / "j.jsonl.kept").unlink()
+    again = run(plan(tmp_path, also={"mine": best.pipeline}))
+    assert [p.name for p in again.profiles if p.pipeline == best.pipeline] == ["mine"]
+    assert again.provenance["search"]["from_journal"] == again.provenance["search"]["evaluations"] == 5
 
 
 def test_a_run_that_was_ended_goes_on_from_its_journal(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -15,17 +16,20 @@ from kvserve_core.spec import SEGMENT_TOKENS, Region
 from kvserve_vllm.held import Fence, Held, kept_region
 from kvserve_vllm.metadata import WorkerReport
 from kvserve_vllm.placement import Placement
-from kvserve_vllm.prefix_meta import PrefixStore, PrefixStored
+from kvserve_vllm.prefix.meta import PrefixStore, PrefixStored
 
 log = logging.getLogger(__name__)
+HELD_S = 5.0
+"""Longest time that a cell waits to be encoded, and holds blocks, behind others that the store takes."""
 
 
 @dataclass
 class Cell(Held):
-    """One cell on its way."""
+    """One cell on its way. since_s: when it was computed, on the monotonic clock."""
 
     req_id: str
     start: int
+    since_s: float
 
 
 class PrefixWriter:
@@ -36,6 +40,7 @@ class PrefixWriter:
         self._cells: dict[str, Cell] = {}
         self._by_request: dict[str, set[str]] = {}
         self._finished: set[str] = set()
+        self._late = False
         self._producer: Producer | None = None
 
     def attach(self, producer: Producer) -> None:
@@ -71,7 +76,7 @@ class PrefixWriter:
             report.prefix_stored.append(PrefixStored(name, None, "it is being stored already"))
             return
         try:
-            cell = Cell(order.blocks, order.req_id, start)
+            cell = Cell(order.blocks, order.req_id, start, time.monotonic())
             cell.kept.extend(self._copies(cell))
             self._cells[name] = cell
             self._session().open(name, stop, order.decision, start=start)
@@ -109,7 +114,20 @@ class PrefixWriter:
                 case Failed(name, reason):
                     report.prefix_stored.append(PrefixStored(name, None, reason))
                 case Outcome():
+                    self._late = False
                     report.prefix_stored.append(PrefixStored(event.transfer_id, event))
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Cells that a slow store, or one that hangs, leaves waiting: the engine needs their blocks."""
+        before = time.monotonic() - HELD_S
+        late = [name for name, cell in self._cells.items() if cell.since_s < before]
+        if late and not self._late:
+            log.warning("the store is slower than the prompts: cells that wait for %g s are not stored", HELD_S)
+        self._late = self._late or bool(late)
+        for name in late:
+            self._close(name)
+            self._session().abort(name, "the store was too slow")
 
     def finished(self, req_ids: Iterable[str], sent: set[str], offered: Callable[[str], bool]) -> set[str]:
         """Requests whose blocks the engine may have back, each once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from kvserve_core.spec import SEGMENT_TOKENS, Region
 from kvserve_core.transport import Endpoint, Locator
 from kvserve_vllm.metadata import WorkerReport
 from kvserve_vllm.placement import NULL_BLOCK, Placement
-from kvserve_vllm.prefix_meta import PrefixLoad, PrefixLoaded
+from kvserve_vllm.prefix.meta import PrefixLoad, PrefixLoaded
 from kvserve_vllm.worker.loads import WAIT_S, Ended
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class PrefixLoader:
         load, start = running.load, number * SEGMENT_TOKENS
         name, stop = f"{load.req_id}/{number}", start + SEGMENT_TOKENS
         tokens = range(max(start, load.start), min(stop, load.stop))
-        locator = Locator(load.cells[number][self._rank], stop, (self._endpoint,), load.profile)
+        locator = Locator(load.cells[number][self._rank], stop, (self._endpoint,), "")  # stored as any profile
         running.left.add(name)
         self._fetches[name] = running
         try:
@@ -160,9 +160,9 @@ class PrefixLoader:
 def joined(running: Running, profile: str, total_s: float) -> Outcome:
     """One load over all its cells. They share the link: together it was busy no longer than the load took."""
     outcomes = running.outcomes
-    empty = Outcome(running.load.req_id, profile, 0, 0)
-    return replace(
-        empty,
+    return Outcome(
+        running.load.req_id,
+        profile,
         raw_bytes=sum(o.raw_bytes for o in outcomes),
         wire_bytes=sum(o.wire_bytes for o in outcomes),
         transfer_s=min(total_s, sum(o.transfer_s for o in outcomes)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from kvserve_core.deployment import Deployment
 from kvserve_core.policy import RAW, Decision, ServiceContext
@@ -12,10 +14,12 @@ from kvserve_core.prefix import CLASSES, classes_for, quality_class, stored_key
 from kvserve_core.requests import RequestOptions
 from kvserve_core.spec import SEGMENT_TOKENS
 from kvserve_core.transport import Store
-from kvserve_vllm.prefix_keys import Keys
-from kvserve_vllm.prefix_meta import Names
+from kvserve_vllm.prefix.keys import Keys
+from kvserve_vllm.prefix.meta import Names
 
 log = logging.getLogger(__name__)
+MAX_UNREADABLE = 65536
+"""Names of cells remembered as not decodable here."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,15 @@ class Index:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._failing = False
+        self._unreadable: OrderedDict[str, None] = OrderedDict()
+
+    def unreadable(self, names: Iterable[str]) -> None:
+        """These are there, but this side cannot decode them: it does not ask for them again. It leaves them to others:
+        what it stores itself has names of its own."""
+        for name in names:
+            self._unreadable[name] = None
+        while len(self._unreadable) > MAX_UNREADABLE:
+            self._unreadable.popitem(last=False)
 
     def cells(self, keys: Keys, first: int, classes: Sequence[float]) -> dict[int, float]:
         """The quality class of each cell from ``first`` on, up to the first that no class has on every rank.
@@ -65,7 +78,7 @@ class Index:
 
     def _longest(self, keys: Keys, wanted: range, classes: Sequence[float]) -> tuple[int, float]:
         for quality in classes:
-            run = min(self._leading([stored_key(of_rank[i], quality) for i in wanted]) for of_rank in keys)
+            run = min(self._readable([stored_key(of_rank[i], quality) for i in wanted]) for of_rank in keys)
             if run:
                 return run, quality
         return 0, 0.0
@@ -74,6 +87,11 @@ class Index:
         """Whether a cell is there at this class or a better one."""
         better = [known for known in CLASSES if known >= quality]
         return any(self._leading(names_of(keys, cell, known)) == len(keys) for known in better)
+
+    def _readable(self, names: Sequence[str]) -> int:
+        if self._unreadable:
+            names = list(takewhile(lambda name: name not in self._unreadable, names))
+        return self._leading(names) if names else 0
 
     def _leading(self, names: Sequence[str]) -> int:
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from typing import Any
 
 import torch
@@ -13,13 +16,17 @@ from kvserve_core.transport import Endpoint
 from kvserve_vllm.held import Fence
 from kvserve_vllm.metadata import StepMeta, WorkerReport
 from kvserve_vllm.placement import Placement
-from kvserve_vllm.prefix_loader import PrefixLoader
-from kvserve_vllm.prefix_scheduler import link_name
-from kvserve_vllm.prefix_writer import PrefixWriter
+from kvserve_vllm.prefix.loader import PrefixLoader
+from kvserve_vllm.prefix.scheduler import link_name
+from kvserve_vllm.prefix.writer import PrefixWriter
 from kvserve_vllm.spec import ServedModel
 from kvserve_vllm.stats import StatsBuffer
 from kvserve_vllm.worker.loads import Ended
 from kvserve_vllm.worker.offers import Offers
+
+log = logging.getLogger(__name__)
+CLOSE_S = 5.0
+"""How long a shutdown waits for what a store is about."""
 
 
 class PrefixWorker:
@@ -51,7 +58,7 @@ class PrefixWorker:
         address = self._deployment.store(self._name).address
         if role.is_kv_producer:
             self.writer = PrefixWriter(self._placement, self._rank, fence)
-            pipelines = self._deployment.pipelines(self._shard, device)
+            pipelines = self._deployment.pipelines(self._shard, device, store=True)
             self._producer = self._deployment.producer(pipelines, self.writer.gather, self._name)
             self.writer.attach(self._producer)
         if role.is_kv_consumer:
@@ -82,23 +89,35 @@ class PrefixWorker:
         if self.writer is not None:
             self.writer.store(meta.prefix_store, report)
 
-    def finished(self, req_ids: set[str], sent: set[str], offers: Offers | None, report: WorkerReport) -> set[str]:
+    def poll(self, report: WorkerReport) -> None:
+        """What the sessions have to tell."""
+        if self.writer is not None:
+            self.writer.poll(report)
+        if self.loader is not None:
+            self._stats.loaded(self.loader.poll(report))
+
+    def finished(self, req_ids: set[str], sent: set[str], offers: Offers | None) -> set[str]:
         """Requests whose blocks the engine may have back; see :meth:`PrefixWriter.finished`."""
         if self.writer is None:
             return sent
-        self.writer.poll(report)
         return self.writer.finished(req_ids, sent, lambda req_id: offers is not None and offers.holds(req_id))
 
-    def ended(self, report: WorkerReport) -> Ended:
+    def ended(self) -> Ended:
         """Loads that ended since the last step."""
-        if self.loader is None:
-            return Ended()
-        self._stats.loaded(self.loader.poll(report))
-        return self.loader.ended.take()
+        return Ended() if self.loader is None else self.loader.ended.take()
 
     def close(self) -> None:
-        """Stop threads."""
-        for session in (self._producer, self._consumer):
-            if session is not None:
-                session.close()
+        """Stop threads; one that a store keeps hanging is left behind."""
+        closing = [
+            threading.Thread(target=session.close, name="kvserve-close", daemon=True)
+            for session in (self._producer, self._consumer)
+            if session is not None
+        ]
+        until_s = time.monotonic() + CLOSE_S
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        if any(thread.is_alive() for thread in closing):
+            log.warning("the store %r did not let go within %g s", self._name, CLOSE_S)
         self._producer = self._consumer = None

@@ -11,10 +11,10 @@ from kvserve_core.policy import Decision
 from kvserve_core.spec import SEGMENT_TOKENS
 from kvserve_vllm.compat import Scheduled
 from kvserve_vllm.metadata import StepMeta
-from kvserve_vllm.prefix_entry import Entry, Stage
-from kvserve_vllm.prefix_keys import Keys
-from kvserve_vllm.prefix_lookup import Index, Prices, names_of
-from kvserve_vllm.prefix_meta import PrefixStore, PrefixStored
+from kvserve_vllm.prefix.entry import Entry, Stage
+from kvserve_vllm.prefix.keys import Keys
+from kvserve_vllm.prefix.lookup import Index, Prices, names_of
+from kvserve_vllm.prefix.meta import PrefixStore, PrefixStored
 from kvserve_vllm.spec import ServedModel
 from kvserve_vllm.stats import StatsBuffer
 
@@ -92,5 +92,5 @@ class Keeping:
         if tokens < SEGMENT_TOKENS:
             return
         seconds = time.monotonic() - started_s
-        queue_s = max(0.0, time.time() - entry.request.arrival_time - seconds)
+        queue_s = max(0.0, entry.arrival.waited_s() - seconds)
         self._controller.observe_prefill(tokens, seconds, queue_s)

@@ -13,14 +13,16 @@ from kvserve_core.prefix import classes_for
 from kvserve_core.spec import SEGMENT_TOKENS
 from kvserve_core.transport import Locator
 from kvserve_vllm import compat
+from kvserve_vllm.arrival import Arrival
 from kvserve_vllm.metadata import Blocks, RankInfo, StepMeta, WorkerReport
 from kvserve_vllm.params import TransferParams
-from kvserve_vllm.prefix_entry import Entry, Stage
-from kvserve_vllm.prefix_keeping import Keeping
-from kvserve_vllm.prefix_keys import prompt_keys
-from kvserve_vllm.prefix_lookup import Hit, Index, Prices, names_of
-from kvserve_vllm.prefix_meta import PrefixLoad, PrefixLoaded
+from kvserve_vllm.prefix.entry import Entry, Stage
+from kvserve_vllm.prefix.keeping import Keeping
+from kvserve_vllm.prefix.keys import prompt_keys
+from kvserve_vllm.prefix.lookup import Hit, Index, Prices, names_of
+from kvserve_vllm.prefix.meta import PrefixLoad, PrefixLoaded
 from kvserve_vllm.scheduler.pollution import Pollution
+from kvserve_vllm.scheduler.refusals import not_decodable
 from kvserve_vllm.spec import ServedModel
 from kvserve_vllm.stats import StatsBuffer
 
@@ -82,7 +84,9 @@ class Prefixes:
             return
         stage = Stage.OPEN if reads else Stage.DONE
         exact = params.offer  # what is sent on may lose something again
-        self._entries[request.request_id] = Entry(request, params.options, keys, exact, stores, stage)
+        self._entries[request.request_id] = Entry(
+            request, params.options, keys, exact, stores, Arrival.of(request), stage
+        )
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """``(tokens beyond the computed ones, between steps)``; None: ask again. Changes nothing that matters."""
@@ -159,6 +163,7 @@ class Prefixes:
                 self._scheduled(entry, each, output.num_scheduled_tokens[each.req_id], meta)
             except Exception:  # its block table may be short by now: nothing of it is kept
                 log.exception("the prefix of request %r is not kept", each.req_id)
+                self._stats.hook_failed("build_connector_meta")
                 entry.stores = False
 
     def _preempted(self, entry: Entry, meta: StepMeta) -> None:
@@ -194,6 +199,7 @@ class Prefixes:
         if end.reason:
             entry.failed = True
             self._pollution.failed(end.req_id, end.valid)
+            self._learn_refusal(entry, end)
         entry.outcomes.append(end.outcome)
         if entry.ranks > 0:
             return
@@ -203,6 +209,12 @@ class Prefixes:
             self._forget_loading(end.req_id)
         if entry.gone:
             del self._entries[end.req_id]
+
+    def _learn_refusal(self, entry: Entry, end: PrefixLoaded) -> None:
+        """Lossy cells that this side lacks the library for would fail each request that meets them."""
+        if entry.hit is not None and not_decodable(end.reason):
+            lossy = (i for i, quality in entry.hit.classes.items() if quality < 1.0)
+            self._index.unreadable(name for i in lossy for name in entry.hit.names[i])
 
     def _learn_link(self, outcomes: list[Outcome]) -> None:
         """Goodput only: what profile the cells have is not known here. Ranks load at once, the slowest counts."""

@@ -8,9 +8,10 @@ from typing import Any
 
 from kvserve_core.policy import Decision, Outcome
 from kvserve_core.requests import RequestOptions
+from kvserve_vllm.arrival import Arrival
 from kvserve_vllm.metadata import Blocks
-from kvserve_vllm.prefix_keys import Keys
-from kvserve_vllm.prefix_lookup import Hit
+from kvserve_vllm.prefix.keys import Keys
+from kvserve_vllm.prefix.lookup import Hit
 
 
 class Stage(Enum):
@@ -34,6 +35,7 @@ class Entry:
     keys: Keys
     exact: bool
     stores: bool
+    arrival: Arrival
     stage: Stage = Stage.OPEN
     computed: int = 0
     hit: Hit | None = None

@@ -1,0 +1,61 @@
+"""Calls into a store that may not answer, such as a network file system whose server is gone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
+
+class Bounded:
+    """Waits so long for an answer, then goes without one, and does not ask again for as long.
+
+    A call that hangs keeps a thread of its own, which dies with the process.
+    """
+
+    def __init__(self, within_s: float) -> None:
+        self._within_s = within_s
+        self._silent_until_s = 0.0
+
+    def call(self, otherwise: Result, work: Callable[[], Result]) -> Result:
+        """What ``work`` returns or raises, ``otherwise`` where it takes too long."""
+        if time.monotonic() < self._silent_until_s:
+            return otherwise
+        answer = _Answer(work)
+        if answer.done.wait(self._within_s):
+            return answer.get()
+        log.warning("the store did not answer within %g s; it is not asked for as long", self._within_s)
+        self._silent_until_s = time.monotonic() + self._within_s
+        return otherwise
+
+    def close(self) -> None:
+        """Ask nothing any more."""
+        self._silent_until_s = float("inf")
+
+
+class _Answer(Generic[Result]):
+    """Of one call, in a thread of its own."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self.done = threading.Event()
+        self._result: Result | None = None
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, args=(work,), name="kvserve-lookup", daemon=True).start()
+
+    def _run(self, work: Callable[[], Result]) -> None:
+        try:
+            self._result = work()
+        except Exception as error:  # noqa: BLE001  # it is raised where the answer is waited for
+            self._error = error
+        self.done.set()
+
+    def get(self) -> Result:
+        """The result, or what was raised instead."""
+        if self._error is not None:
+            raise self._error
+        return cast(Result, self._result)

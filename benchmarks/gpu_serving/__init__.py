@@ -1,0 +1,1 @@
+"""What ``gpu_vllm.py`` is made of: the model, its library, calls into the engines, figures."""

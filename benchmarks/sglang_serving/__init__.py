@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks/sglang_pd.py``."""

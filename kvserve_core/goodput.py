@@ -1,0 +1,172 @@
+"""What is known of one link: decayed sums over its fetches, and what they say of bandwidth, overhead and sharing.
+
+The estimate is bytes over seconds: a mean of 1/B weighted by bytes, so that a short transfer counts for little, and by
+age, so that an old one does. Two corrections:
+
+* What every fetch costs whatever its size (round trips, start-up) is no part of B. Where sizes differ enough to tell,
+  it is the intercept of a least-squares line of seconds over bytes, and is taken off: B is then above the plain mean.
+* A fetch far from what was expected is an outlier, or the link has changed. Alone it counts within bounds; two running
+  in one direction replace the past. (A windowed maximum, as in BBR, keeps a lucky fetch and is late on a fall.)
+
+Fetches that overlap share a link, so each saw a part of it: what all got while any was running, over what each got, is
+how many ran at a time.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+PRIOR_WEIGHT = 0.02
+"""The prior counts as this share of the first real fetch: wrong by 10x, it is 9 % off after two."""
+SLOWEST, FASTEST = 1e3, 1e14
+"""Bytes/s that a link can have; estimates stay within."""
+OVERHEAD_S = 6e-3
+"""What one fetch may cost whatever its size, at most."""
+SURPRISE = 2.0
+"""A fetch this many times as slow or as fast as expected (beyond the overhead) may mean that the link has changed."""
+OFF, RUN = 1.1, 8
+"""This many running that are this many times off, all in one direction, replace the past too, whatever its weight."""
+ENOUGH = 0.5
+"""Fetches, by their decayed weight, from which there is an expectation that one can be far from."""
+TELLING = 2.5
+"""Fetches, by their decayed weight, from which a line through them is more than noise."""
+MIN_SPREAD = 0.25
+"""Squared coefficient of variation of the sizes from which the overhead can be told from the bandwidth."""
+JUMP_S = 1.0
+"""A clock that was set back by more than this says nothing of how fetches overlapped."""
+
+Sums = tuple[float, float, float, float, float, float, float, float]
+"""Decayed: fetches, bytes, seconds, squares of bytes, bytes x seconds; bytes and seconds that the prior counts for; and
+seconds in which at least one fetch was on the link."""
+
+
+class Goodput:
+    """What is known of a link at ``time_s``. Changed in place: whoever adds holds the lock of the estimator.
+
+    until_s: the end of the latest fetch. run: how many fetches in a row were off, below 0 when they were fast.
+    surprise, last: the latest fetch (bytes, seconds), where it was far from what was expected: "slow" or "fast".
+    """
+
+    __slots__ = ("last", "run", "sums", "surprise", "time_s", "until_s")
+
+    def __init__(self, now: float, prior: float, nbytes: float) -> None:
+        """The prior (bytes/s) counts as a small part of a fetch of ``nbytes``."""
+        share = PRIOR_WEIGHT * nbytes
+        self.sums: Sums = (0.0, 0.0, 0.0, 0.0, 0.0, share, share / prior, 0.0)
+        self.time_s, self.until_s = now, -inf
+        self.run = 0
+        self.surprise = ""
+        self.last = (0.0, 0.0)
+
+    def add(self, nbytes: float, seconds: float, now: float, half_life_s: float) -> None:
+        """One more fetch; what was known fades by half every ``half_life_s``.
+
+        The usual fetch is worked out here in one go: this is done for every report.
+        """
+        fetches, total, all_s, squares, products, prior_bytes, prior_s, busy_s = before = self.sums
+        alone_s = self._alone(seconds, now)
+        age_s, self.time_s = now - self.time_s, now
+        if age_s > 0.0:
+            kept = 0.5 ** (age_s / half_life_s)
+            fetches, total, all_s, squares = fetches * kept, total * kept, all_s * kept, squares * kept
+            products, prior_bytes, prior_s, busy_s = products * kept, prior_bytes * kept, prior_s * kept, busy_s * kept
+        run, surprise, expected = 0, "", 0.0
+        if fetches >= ENOUGH:
+            overhead_s, rate = _line(fetches, total, all_s, squares, products, prior_bytes, prior_s)
+            expected = overhead_s + nbytes / rate
+            if seconds > OFF * expected + OVERHEAD_S:
+                run = self.run + 1 if self.run > 0 else 1
+                surprise = "slow" if seconds > SURPRISE * expected + OVERHEAD_S else ""
+            elif seconds < expected / OFF:
+                run = self.run - 1 if self.run < 0 else -1
+                surprise = "fast" if seconds < expected / SURPRISE else ""
+        else:
+            self.surprise = ""
+        self.run = run
+        if surprise or not -RUN < run < RUN:
+            faded = (fetches, total, all_s, squares, products, prior_bytes, prior_s, busy_s)
+            self.sums = self._unlike(nbytes, seconds, alone_s, expected, surprise, before, faded)
+            return
+        fetches, total, all_s, busy_s = fetches + 1.0, total + nbytes, all_s + seconds, busy_s + alone_s
+        squares, products = squares + nbytes * nbytes, products + nbytes * seconds
+        self.sums = (fetches, total, all_s, squares, products, prior_bytes, prior_s, busy_s)
+        if self.surprise and nbytes >= OVERHEAD_S * bytes_per_s(self.sums):  # long enough to say that nothing changed
+            self.surprise = ""
+
+    def _alone(self, seconds: float, now: float) -> float:
+        """Seconds of a fetch that ended now in which no other was on the link."""
+        alone_s = now - self.until_s
+        if alone_s >= 0.0:
+            self.until_s = now
+            return alone_s if alone_s < seconds else seconds
+        if alone_s > -JUMP_S:
+            return 0.0
+        self.until_s = now  # the clock was set back, and what it said of the last fetch means nothing now
+        return seconds
+
+    def _unlike(
+        self,
+        nbytes: float,
+        seconds: float,
+        alone_s: float,
+        expected: float,
+        surprise: str,
+        before: Sums,
+        faded: Sums,
+    ) -> Sums:
+        """With a fetch that is far off, or the last of a run: within bounds, or in place of the past."""
+        shared, known, self.surprise = sharing(before), self.surprise, ""
+        if not -RUN < self.run < RUN:
+            self.run = 0
+            return _with(NOTHING, nbytes, seconds, seconds / shared)
+        if surprise == known:
+            self.run, (last_bytes, last_s) = 0, self.last
+            last = _with(NOTHING, last_bytes, last_s, last_s / shared)
+            return _with(last, nbytes, seconds, seconds / shared)
+        self.surprise, self.last = surprise, (nbytes, seconds)
+        counted = min(seconds, SURPRISE * expected + OVERHEAD_S)
+        return _with(faded, nbytes, counted, alone_s * counted / seconds)
+
+
+NOTHING: Sums = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _with(sums: Sums, nbytes: float, seconds: float, alone_s: float) -> Sums:
+    fetches, total, all_s, squares, products, prior_bytes, prior_s, busy_s = sums
+    squares, products = squares + nbytes * nbytes, products + nbytes * seconds
+    return fetches + 1.0, total + nbytes, all_s + seconds, squares, products, prior_bytes, prior_s, busy_s + alone_s
+
+
+def _line(
+    fetches: float,
+    nbytes: float,
+    seconds: float,
+    squares: float,
+    products: float,
+    prior_bytes: float,
+    prior_s: float,
+) -> tuple[float, float]:
+    """Seconds of a fetch that do not depend on its size, 0 unless sizes differ enough to tell; and B in bytes/s."""
+    square, overhead_s = nbytes * nbytes, 0.0
+    spread = squares * fetches - square
+    if fetches >= TELLING and spread >= MIN_SPREAD * square:
+        slope = (products * fetches - nbytes * seconds) / spread
+        if slope > 0.0:
+            each_s = (seconds - slope * nbytes) / fetches
+            overhead_s = 0.0 if each_s < 0.0 else each_s if each_s < OVERHEAD_S else OVERHEAD_S
+    nbytes += prior_bytes
+    seconds += prior_s - overhead_s * fetches
+    least_s = nbytes / FASTEST
+    rate = nbytes / (seconds if seconds > least_s else least_s)
+    return overhead_s, rate if rate > SLOWEST else SLOWEST
+
+
+def bytes_per_s(sums: Sums) -> float:
+    """The estimate of B."""
+    return _line(*sums[:-1])[1]
+
+
+def sharing(sums: Sums) -> float:
+    """How many fetches were on the link at a time while there were any; 1 where nothing overlapped."""
+    all_s, busy_s = sums[2], sums[7]
+    return max(1.0, all_s / busy_s) if busy_s > 0.0 else 1.0

@@ -1,0 +1,46 @@
+"""The settings that are tables of their own. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvserve_core.component import ComponentSpec
+from kvserve_core.units import Size
+
+
+class PeerSettings(BaseModel):
+    """What is assumed of a consumer that is not known when its cache is encoded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    accept: Literal["portable", "any"] = Field("portable", description="formats to write for unknown consumers")
+    """``portable``: formats that decode on CPU and on CUDA. ``any``: all that is installed here."""
+
+
+class TransportSettings(BaseModel):
+    """``name`` picks the transport; each table ``[transport.<name>]`` is that component's configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
+    name: str = Field("tcp", min_length=1, description="the transport that is used")
+
+    def spec(self, name: str = "") -> ComponentSpec:
+        """The chosen transport with its table, as the registry creates it."""
+        name = name or self.name
+        return ComponentSpec(name=name, configuration=self.tables.get(name, {}))
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """Configuration tables by transport."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class GpuSettings(BaseModel):
+    """How much of a GPU encoding and decoding take from the engine; without one, nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    sms: int = Field(0, ge=0, description="multiprocessors for encoding and decoding (on trial); 0: all")
+    batch_bytes: Size = Field(
+        128 * 2**20, ge=2**20, le=2**28, description="original bytes coded at a time; two batches are held"
+    )

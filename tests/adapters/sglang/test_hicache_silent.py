@@ -1,0 +1,95 @@
+"""A store that does not answer: calls end at their deadline, nothing is written late, and the next ones do not wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hicache_pools import fill, host_pool, keys_of, slots, storage, storage_config
+
+from kvserve_plugins.transports.file import File
+from kvserve_sglang.hicache_bounded import Bounded
+
+WRITTEN, READ = [5, 3], [20, 40]
+
+
+class Gate:
+    """Holds every call of a method of the store until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+        self.opened, self.waiting = threading.Event(), threading.Event()
+        real = getattr(File, method)
+
+        def held(store: File, *args: Any) -> Any:
+            self.waiting.set()
+            self.opened.wait()
+            return real(store, *args)
+
+        monkeypatch.setattr(File, method, held)
+
+
+def wait(until: Any) -> None:
+    end = time.monotonic() + 30
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_reads_end_at_their_deadline_and_write_nothing_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, pool = keys_of(2), host_pool("mha", "layer_first")
+    with storage("mha", pool, storage_config("mha", tmp_path, deadline="1s")) as made:
+        written = fill(pool, WRITTEN)
+        assert made.batch_set_v1(keys, slots(WRITTEN)) == [True, True]
+        with monkeypatch.context() as patch:
+            gate = Gate(patch, "_open")
+            assert made.batch_get_v1(keys, slots(READ)) == [False, False]
+            assert gate.waiting.is_set()
+            assert made.batch_get_v1(keys, slots(READ)) == [False, False], "at once, while the store hangs"
+            gate.opened.set()
+        store = made._cache.store
+        wait(lambda: made.batch_get_v1(keys[:1], slots(READ[:1])) == [True])
+        assert not store._stuck
+        assert not pool.get_data_page(READ[1] * 16).any(), "what hung wrote nothing"
+        assert made.batch_get_v1(keys, slots(READ)) == [True, True]
+        found = [pool.get_data_page(page * 16) for page in READ]
+        assert all(torch.equal(a, b) for a, b in zip(found, written, strict=True))
+
+
+def test_a_lookup_that_hangs_finds_nothing_and_the_next_one_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, pool = keys_of(2), host_pool("mha", "layer_first")
+    with storage("mha", pool, storage_config("mha", tmp_path, deadline="500ms")) as made:
+        fill(pool, WRITTEN)
+        assert made.batch_set_v1(keys, slots(WRITTEN)) == [True, True]
+        with monkeypatch.context() as patch:
+            gate = Gate(patch, "_has")
+            assert made.batch_exists(keys) == 0
+            gate.waiting.clear()
+            assert made.batch_exists(keys) == 0
+            assert not gate.waiting.is_set(), "it was not asked"
+            gate.opened.set()
+        wait(lambda: made.batch_exists(keys) == 2)
+
+
+def test_a_pool_that_is_registered_again_leaves_no_threads(tmp_path: Path) -> None:
+    pool = host_pool("mha", "layer_first")
+    with storage("mha", pool, storage_config("mha", tmp_path)) as made:
+        before = threading.active_count()
+        made.register_mem_pool_host(pool)
+        assert threading.active_count() <= before
+
+
+def test_what_a_bounded_call_raises_is_raised() -> None:
+    bounded = Bounded(30.0)
+    assert bounded.call(0, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        bounded.call(0, lambda: 1 // 0)
+    bounded.close()
+    assert bounded.call(0, lambda: 3) == 0

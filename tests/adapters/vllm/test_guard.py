@@ -1,0 +1,144 @@
+"""Hooks that fail: each answers what lets the engine go on, and is counted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvserve_core.errors import ConfigError
+from kvserve_core.metrics import Counters
+from kvserve_vllm.connector import KVServeConnector
+from kvserve_vllm.guard import isolated
+from kvserve_vllm.metadata import StepMeta, WorkerReport
+from kvserve_vllm.stats import StatsBuffer
+from kvserve_vllm.worker.side import WorkerSide
+
+WORKER = {
+    "handle_preemptions": (StepMeta(),),
+    "start_load_kv": (None,),
+    "wait_for_save": (),
+    "get_finished": (set(),),
+    "build_connector_worker_meta": (),
+    "shutdown": (),
+}
+SCHEDULER = {
+    "on_new_request": (None,),
+    "get_num_new_matched_tokens": (None, 0),
+    "update_state_after_alloc": (None, None, 0),
+    "build_connector_meta": (None,),
+    "update_connector_output": (SimpleNamespace(kv_connector_worker_meta=WorkerReport()),),
+    "request_finished_all_groups": (None, ([],)),
+    "shutdown": (),
+}
+ANSWERS = {
+    "get_finished": (None, None),
+    "get_num_new_matched_tokens": (0, False),
+    "build_connector_meta": StepMeta(),
+    "request_finished_all_groups": (False, None),
+}
+
+START_UP = {
+    "register_kv_caches",
+    "get_handshake_metadata",
+    "set_xfer_handshake_metadata_pp_aware",
+    "bind_gpu_block_pool",
+}
+DO_NOTHING = {"wait_for_layer_load", "save_kv_layer", "get_block_ids_with_load_errors", "get_loaded_kv_cache_group_ids"}
+CALL_WHAT_IS_GUARDED = {"get_finished", "get_transfer_results", "request_finished"}
+
+
+class Broken:
+    """Half a connector of which nothing works but what it reports."""
+
+    def __init__(self) -> None:
+        self.stats = StatsBuffer(Counters())
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"injected into {name!r}")
+
+
+def connector(**halves: Any) -> Any:
+    made = object.__new__(KVServeConnector)
+    made.__dict__.update({"_scheduler": None, "_worker": None, "_connector_metadata": StepMeta(), **halves})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("half", "hook", "given"),
+    [("_worker", hook, given) for hook, given in WORKER.items()]
+    + [("_scheduler", hook, given) for hook, given in SCHEDULER.items()],
+)
+def test_a_hook_that_fails_answers_harmlessly_and_is_counted(half: str, hook: str, given: tuple[Any, ...]) -> None:
+    broken = connector(**{half: Broken()})
+    assert getattr(broken, hook)(*given) == ANSWERS.get(hook)
+    reported = broken.get_kv_connector_stats()
+    assert reported.data == {"hook_failures": [[[hook], 1]]}
+
+
+def test_every_hook_of_a_running_engine_is_guarded() -> None:
+    hooks = {name: value for name, value in vars(KVServeConnector).items() if not name.startswith("_")}
+    bare = {name for name, value in hooks.items() if callable(value) and not hasattr(value, "__wrapped__")}
+    assert bare == START_UP | DO_NOTHING | CALL_WHAT_IS_GUARDED
+
+
+def test_another_connectors_ranks_are_refused_at_start_up() -> None:
+    with pytest.raises(ConfigError, match="a SimpleNamespace of another connector; list KVServeConnector first"):
+        connector().set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
+
+
+def test_what_is_not_for_a_role_is_an_error_that_does_not_reach_the_engine() -> None:
+    assert connector(_worker=Broken()).get_num_new_matched_tokens(None, 0) == (0, False)
+    assert connector().get_num_new_matched_tokens(None, 0) == (0, False)  # nobody is there to count it
+
+
+def test_a_part_that_fails_leaves_its_default_and_is_counted() -> None:
+    stats = StatsBuffer(Counters())
+
+    def fail() -> int:
+        raise ValueError("injected")
+
+    assert isolated(stats, "a", fail, 3) == 3
+    assert isolated(stats, "b", lambda: 4, 3) == 4
+    taken = stats.take()
+    assert taken is not None
+    assert taken.data == {"hook_failures": [[["a"], 1]]}
+
+
+class Half:
+    """Offers, loads or prefixes of a rank. All calls are noted, those named fail."""
+
+    def __init__(self, *broken: str) -> None:
+        self._broken, self.called = broken, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any) -> list[Any]:
+            self.called.append(name)
+            if name in self._broken:
+                raise RuntimeError("injected")
+            return []
+
+        return call
+
+
+def worker(offers: Half, loads: Half, prefix: Half) -> WorkerSide:
+    made = object.__new__(WorkerSide)
+    stats = StatsBuffer(Counters())
+    made.__dict__.update(offers=offers, loads=loads, prefix=prefix, stats=stats, _report=WorkerReport())
+    return made
+
+
+def test_orders_of_one_half_are_carried_out_whatever_another_one_does() -> None:
+    offers, loads, prefix = Half("poll", "advance"), Half("cancel", "release"), Half("before_batch")
+    side = worker(offers, loads, prefix)
+    side.before_batch(StepMeta())
+    side.load(StepMeta())
+    side.after_forward(StepMeta())
+    assert offers.called == ["drop", "poll", "grow", "advance"]
+    assert loads.called == ["cancel", "release", "start"]
+    assert prefix.called == ["before_batch", "load", "after_forward"]
+    taken = side.stats.take()
+    assert taken is not None
+    counted = {labels[0]: count for labels, count in taken.data["hook_failures"]}
+    assert counted == {"handle_preemptions": 2, "start_load_kv": 2, "wait_for_save": 1}
