@@ -101,7 +101,7 @@ def _gain_over_cr(taken: Mapping[str, Sequence[Timed]], profiles: ProfileLibrary
 def _gain(ours: Timed, raw: Timed, profile: Profile | None) -> float:
     if profile is None or profile.exact:
         return 0.0
-    return raw.transfer_s / ours.transfer_s / profile.cr
+    return raw.transfer_s / max(ours.transfer_s, 1e-6) / profile.cr
 
 
 def _medians(each: Sequence[Timed]) -> dict[str, Any]:

@@ -159,9 +159,11 @@ class Filter:
         return self._quality_refusal(profile, request)
 
     def _quality_refusal(self, profile: Profile, request: Request) -> str | None:
+        floor = self.min_quality if request.min_quality is None else request.min_quality
+        if floor == 1.0 and not profile.exact:
+            return "it may lose something, whatever was measured; a floor of 1 asks for exact KV"
         quality = self.quality(profile, request.workload)
         if quality is not None:
-            floor = self.min_quality if request.min_quality is None else request.min_quality
             return None if quality >= floor else f"quality {quality:.4g} (lower bound) is below {floor:.4g}"
         if profile.name in self.allow_unprofiled:
             return None

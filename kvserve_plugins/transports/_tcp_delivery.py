@@ -24,6 +24,8 @@ SEGMENT_EXTRA = 192
 """A frame is at most its original bytes and this much for every segment."""
 
 
+LEAST_S = 1e-6
+"""On the link, for any delivery: one faster than can be told is no delivery without a link."""
 BRIEF_S = 1e-4
 """Away for less, messages are taken one by one, so that the memory of one serves the next."""
 
@@ -89,7 +91,7 @@ class TcpDelivery:
     @property
     def stats(self) -> DeliveryStats:
         """Bytes and seconds so far."""
-        seconds = max(self._clock.seconds, self._waited_s + 1e-9)
+        seconds = max(self._clock.seconds, self._waited_s + self._latency_s + LEAST_S)
         return DeliveryStats(self._nbytes, seconds, self._waited_s, self._latency_s)
 
     def _open(self) -> tuple[FrameHeader, int]:

@@ -149,6 +149,7 @@ def test_waiting_for_the_encoder_is_told_apart_from_the_link(consumer: Tcp) -> N
     check(list(delivery), source)
     assert delivery.stats.waited_s >= 0.2
     assert delivery.stats.seconds >= delivery.stats.waited_s
+    assert delivery.stats.link_s > 0.0  # a link without a limit is fast, not unknown
     producer.close()
 
 

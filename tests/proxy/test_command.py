@@ -40,6 +40,8 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ((*SERVERS, "--health-interval", "0s"), "health-interval: '0s' must be above 0"),
         ((*SERVERS, "--max-body", "much"), "max-body: "),
         ((*SERVERS, "--max-body", "0"), "max-body: '0' must be above 0"),
+        ((*SERVERS, "--api-key-file", "/nowhere/key"), "api-key-file: '/nowhere/key' cannot be read"),
+        ((*SERVERS, "--api-key-file", "/dev/null"), "api-key-file: '/dev/null' holds no key; expected one word"),
         ((*SERVERS, "--log-level", "loud"), "log-level: 'loud' is no log level"),
         ((*SERVERS, "--config", "/nowhere/kv.toml"), "cannot be read"),
         ((*SERVERS, "--min-quality", "2"), "--min-quality"),

@@ -37,6 +37,44 @@ class Odd(Engine):
         await send({"type": "http.response.body", "body": b"" if self.drip_s else content})
 
 
+class Locked(Engine):
+    """An engine that was started with ``--api-key``: its health is for everybody, the rest for who has the key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known, self.app = self.app, self.answer  # type: ignore[assignment]  # as above
+        self.refused = 0
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        guarded = scope.get("path", "").startswith("/v1/")
+        if not guarded or (b"authorization", b"Bearer sesame") in scope["headers"]:
+            await self.known(scope, receive, send)
+            return
+        self.refused += 1
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def test_a_server_with_a_key_says_who_it_is_to_a_proxy_that_has_it(stand: Build) -> None:
+    p, d = Locked(), Locked()
+    at = stand([p], [d], api_key="sesame")
+    assert at.proxy.decode.servers[0].peer is not None
+    assert at.text(headers={"authorization": "Bearer sesame"}) == "remote"
+    assert at.post().status_code == 401  # the proxy's key is not lent to clients
+
+
+def test_without_the_key_it_is_asked_once_and_the_service_goes_on(
+    stand: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = Locked(), Locked()
+    at = stand([p], [d])
+    seen = d.health_checks
+    wait_until(lambda: d.health_checks > seen + 2)
+    assert d.refused == 1
+    assert [r.levelname for r in caplog.records if "--api-key-file" in r.message] == ["WARNING"]
+    assert at.text(headers={"authorization": "Bearer sesame"}) == "remote"
+
+
 def offer(locator: str) -> bytes:
     return f'{{"kv_transfer_params": {{"kvserve": {{"locator": {locator}}}}}}}'.encode()
 

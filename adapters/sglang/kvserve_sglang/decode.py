@@ -64,8 +64,12 @@ class Receiving:
         """Where all parts are; in the order of the senders, which is the same on every decode rank."""
         parts = [self.located[rank] for rank in sorted(self.located)]
         first = parts[0]
-        if len({(p.transfer_id, p.num_tokens) for p in parts}) > 1:
-            raise KVServeError("the prefill ranks speak of different transfers for one room")
+        named = sorted({(p.transfer_id, p.num_tokens) for p in parts})
+        if len(named) > 1:
+            raise KVServeError(
+                f"the prefill ranks speak of different transfers (id, tokens) for room {self.room}: {named}; restart"
+                " the prefill server"
+            )
         return Locator(first.transfer_id, first.num_tokens, tuple(p.endpoint for p in parts), first.profile)
 
 
@@ -174,8 +178,16 @@ class DecodeSide:
     def _poll(self) -> None:
         for consumer in list(self._sessions):
             for event in consumer.poll():
-                self._ended(event)
+                self._isolated(event)
         self.exporter.set("active", self.active, side="consumer")
+
+    def _isolated(self, event: Loaded | LoadFailed) -> None:
+        """The session gives each event once: what goes wrong with one must not cost the others."""
+        try:
+            self._ended(event)
+        except Exception:
+            log.exception("the event of transfer %r was dropped: %s", event.transfer_id, event)
+            self.exporter.count("hook_failures", hook="event")
 
     def _ended(self, event: Loaded | LoadFailed) -> None:
         receiving = self._by_id.pop(event.transfer_id, None)

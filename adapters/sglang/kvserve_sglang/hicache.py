@@ -71,11 +71,11 @@ class KVServeHiCacheStorage(HiCacheStorage):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many of the first pages are stored."""
-        return self._guarded("batch_exists", 0, lambda cache: cache.leading(keys))
+        """How many of the first pages are stored so that :meth:`batch_get_v1`, told as much, may load them."""
+        return self._guarded("batch_exists", 0, lambda cache: cache.leading(keys, _prefix(extra_info)))
 
     def exists(self, key: str) -> bool:
-        """Whether a page is stored."""
+        """Whether a page is stored exactly: a lossy one needs its prefix."""
         return self.batch_exists([key]) == 1
 
     def batch_get_v1(

@@ -11,7 +11,7 @@ from kvserve_core.deployment import Deployment
 from kvserve_core.policy import Decision, Outcome
 from kvserve_core.prefix import CLASSES, classes_for
 from kvserve_core.requests import RequestOptions
-from kvserve_sglang.hicache_quality import Held, class_of, page_name, profile_quality
+from kvserve_sglang.hicache_quality import Held, class_of, page_name
 from kvserve_sglang.hicache_store import Ended, PageStore, Placed, link_seconds
 from kvserve_sglang.metrics import Exporter
 
@@ -39,18 +39,22 @@ class PageCache:
     alone: bool = True
 
     @property
-    def _floor(self) -> float:
+    def _lowest(self) -> float:
         """SGLang's radix cache hands a page to any request, so loss needs the operator's word."""
         settings = self.deployment.settings
         return settings.min_quality if settings.lossy_prefix_cache == "allow" else 1.0
 
-    def leading(self, keys: Sequence[str]) -> int:
-        """How many of the first pages are there in a class that this server may use."""
-        return len(self._found(keys, self._floor))
+    def _floor(self, prefix: Prefix) -> float:
+        """What a call may use and store: loss only where a page's place in the prompt is known."""
+        return self._lowest if prefix is not None else 1.0
+
+    def leading(self, keys: Sequence[str], prefix: Prefix) -> int:
+        """How many of the first pages are there in a class that this server may use; 0 where the store is silent."""
+        return len(self._found(keys, self._floor(prefix)))
 
     def load(self, keys: Sequence[str], pages: Sequence[int], prefix: Prefix) -> list[bool]:
         """Restore pages into the host pool; which of them came."""
-        found = self._found(keys, self._floor if prefix is not None else 1.0)
+        found = self._found(keys, self._floor(prefix))
         placed = [self._placed(keys[i], pages[i], quality, prefix, i) for i, quality in enumerate(found)]
         first = {p.name: p for p in reversed(placed)}  # a page has one place; a caller that names it again gets none
         started = time.perf_counter()
@@ -70,7 +74,7 @@ class PageCache:
         self.exporter.set("goodput_bytes_per_second", links.estimate(self.store.link), link=self.store.link)
 
     def _loaded(self, key: str, quality: float) -> None:
-        self.held.loaded([key], quality if self.alone else min(quality, self._floor))
+        self.held.loaded([key], quality if self.alone else min(quality, self._lowest))
         if quality < 1.0:
             self._count_tokens("lossy_cache_tokens")
 
@@ -80,9 +84,11 @@ class PageCache:
         if held < 1.0 and prefix is None:
             log.warning("pages computed after lossy ones are not stored: set 'hicache_storage_pass_prefix_keys'")
             return [False] * len(keys)
-        decision = self._decide(len(keys), held, self._floor if prefix is not None else 1.0)
-        quality = class_of(profile_quality(self.deployment, decision.profile) * held)
-        absent = [i for i, key in enumerate(keys) if not self._has(key, quality)]
+        decision = self._decide(len(keys), held, self._floor(prefix))
+        quality = class_of(self.deployment, decision.profile, held)
+        absent = self._absent(keys, quality)
+        if absent is None:
+            return [False] * len(keys)
         placed = {i: self._placed(keys[i], pages[i], quality, prefix, i) for i in absent}
         ended = self.store.write(list(placed.values()), decision)
         for outcome in ended.values():
@@ -91,6 +97,13 @@ class PageCache:
 
     def _found(self, keys: Sequence[str], floor: float) -> list[float]:
         """The class of each leading page, the best that is there."""
+        return self.store.lookup([], lambda: self._best(keys, floor))
+
+    def _absent(self, keys: Sequence[str], quality: float) -> list[int] | None:
+        """Which pages are not there in a class or a better one; None where the store does not answer in time."""
+        return self.store.lookup(None, lambda: [i for i, key in enumerate(keys) if not self._has(key, quality)])
+
+    def _best(self, keys: Sequence[str], floor: float) -> list[float]:
         classes = classes_for(floor)
         found: list[float] = []
         while len(found) < len(keys):
@@ -115,7 +128,7 @@ class PageCache:
         """One decision a call; exact where loss would sum up below the floor."""
         tokens = count * self.store.pages.page_size
         decision = self._choose(tokens, floor)
-        if class_of(profile_quality(self.deployment, decision.profile) * held) < floor:
+        if class_of(self.deployment, decision.profile, held) < floor:
             decision = self._choose(tokens, 1.0)
         self.exporter.count("decisions", profile=decision.profile, reason=decision.reason.split(";")[0])
         one = replace(decision.context, nbytes=decision.context.nbytes // count)

@@ -18,14 +18,13 @@ def page_name(space: str, key: str, quality: float) -> str:
     return stored_key(blake3(f"{space}\n{key}".encode()).hexdigest()[:KEY_CHARS], quality)
 
 
-def profile_quality(deployment: Deployment, name: str) -> float:
-    """Of a profile, whoever will read."""
-    return next(p for p in deployment.controller.profiles if p.name == name).worst_quality
+def class_of(deployment: Deployment, name: str, held: float) -> float:
+    """The class of pages stored under a profile, when what they were computed from is of quality ``held``.
 
-
-def class_of(quality: float) -> float:
-    """The class that a page of this quality is stored in."""
-    return quality_class(quality, exact=quality == 1.0)
+    Whoever will read: the lowest quality that the profile has for any workload.
+    """
+    profile = next(p for p in deployment.controller.profiles if p.name == name)
+    return quality_class(profile.worst_quality * held, exact=profile.exact and held == 1.0)
 
 
 class Held:

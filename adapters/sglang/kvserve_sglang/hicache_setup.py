@@ -72,7 +72,11 @@ def page_pipeline(spec: PipelineSpec, page_size: int) -> PipelineSpec:
         UnsupportedSpecError: it keeps the newest tokens of a request raw, and a stored page knows no request.
     """
     if spec.recent_tokens:
-        raise UnsupportedSpecError("a stored page has no newest tokens to keep raw", "recent_tokens")
+        raise UnsupportedSpecError(
+            f"the profile keeps the newest tokens of a request raw ('recent_tokens' = {spec.recent_tokens}), and a"
+            " stored page knows no request; use a profile with 'recent_tokens' = 0",
+            "recent_tokens",
+        )
     return spec.model_copy(update={"segment_tokens": page_size})
 
 

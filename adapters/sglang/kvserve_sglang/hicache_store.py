@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -24,6 +25,7 @@ WRITTEN_AT_ONCE = 16
 POLL_S = 0.001
 GRACE_S = 0.5
 """After its deadline the session ends a page itself, unless the page's thread hangs."""
+Result = TypeVar("Result")
 Ended = Mapping[str, Outcome | Exception]
 """By name: what it cost, or why it is not there."""
 
@@ -99,20 +101,37 @@ class PageStore:
         self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
         self._producer: Producer = deployment.producer(pipelines, self._gather, store)
         self._stuck: set[str] = set()
+        self._unwritable_until_s = 0.0
         self._lookup = Bounded(self._deadline_s)
         self._consumer: Consumer = deployment.consumer(pages.shard, self._scatter, link=self.link)
 
+    def lookup(self, otherwise: Result, work: Callable[[], Result]) -> Result:
+        """What ``work`` finds by :meth:`leading`, in as many calls as it likes; ``otherwise`` where that takes too
+        long, and for as long after that."""
+        return self._lookup.call(otherwise, work)
+
     def leading(self, names: Sequence[str]) -> int:
-        """How many of the first are there; none where the store does not answer in time."""
-        return self._lookup.call(0, lambda: self.store.contains(names))
+        """How many of the first are there. May hang; see :meth:`lookup`."""
+        return self.store.contains(names)
 
     def write(self, placed: Sequence[Placed], decision: Decision) -> Ended:
-        """Encode and store pages under a profile; a page is visible once all of it is written."""
+        """Encode and store pages under a profile; a page is visible once all of it is written.
+
+        After pages that the store did not take in time, none are given to it for as long.
+        """
         ended: dict[str, Outcome | Exception] = {}
         with self._write_lock:
             for i in range(0, len(placed), WRITTEN_AT_ONCE):
-                ended.update(self._write(placed[i : i + WRITTEN_AT_ONCE], decision))
+                some = placed[i : i + WRITTEN_AT_ONCE]
+                ended.update(self._silent(some) if self._unwritable else self._write(some, decision))
         return ended
+
+    @property
+    def _unwritable(self) -> bool:
+        return time.monotonic() < self._unwritable_until_s
+
+    def _silent(self, placed: Sequence[Placed]) -> Ended:
+        return {p.name: TransportError(f"the store {self.store.address!r} does not answer") for p in placed}
 
     def _write(self, placed: Sequence[Placed], decision: Decision) -> Ended:
         ended: dict[str, Outcome | Exception] = {}
@@ -148,8 +167,10 @@ class PageStore:
         if time.monotonic() < until:
             time.sleep(POLL_S)
             return
+        late = f"the store {self.store.address!r} did not take it within {self._deadline_s:g} s"
         for name in waiting:
-            self._producer.abort(name, f"the store did not take it within {self._deadline_s:g} s")
+            self._unwritable_until_s = time.monotonic() + self._deadline_s
+            self._producer.abort(name, late)
 
     def read(self, placed: Sequence[Placed]) -> Ended:
         """Fetch, verify and decode pages into their places, until the deadline.
@@ -159,7 +180,7 @@ class PageStore:
         with self._read_lock:
             self._stuck -= {name for name, _ in self._loaded()}
             if self._stuck:
-                return {p.name: TransportError(f"the store {self.store.address!r} does not answer") for p in placed}
+                return self._silent(placed)
             self._reading.opened(placed)
             try:
                 return self._read(placed)

@@ -31,12 +31,16 @@ def bind_manager(manager: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
 def describe_request(ready: bool, queue: Any, req: Any, *args: Any, **kwargs: Any) -> bool:
     """AFTER ``finalize_bootstrap``: tell the sender how many tokens the prompt has, so that it need not wait for them.
 
-    Never raises; a request with options that cannot be read is served by the deployment's settings.
+    Never raises: a request that cannot be described is sent with its last chunk, by the deployment's settings.
     """
     del queue, args, kwargs
-    describe = getattr(req.disagg_kv_sender, "describe", None)
-    if ready and describe is not None:
-        describe(len(req.origin_input_ids), options_of(req), partial(prefilled, req), partial(text_of, req))
+    sender = getattr(req, "disagg_kv_sender", None)
+    if ready and hasattr(sender, "describe"):
+        try:
+            sender.describe(len(req.origin_input_ids), options_of(req), partial(prefilled, req), partial(text_of, req))
+        except Exception:
+            log.exception("request %r is not described", getattr(req, "rid", "?"))
+            sender.kv_mgr.hook_failed("describe")
     return ready
 
 

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import replace
 
-from kvserve_core.errors import KVServeError, StoreFull
+from kvserve_core.errors import KVServeError, PeerLost, StoreFull
 from kvserve_core.policy import RAW, Outcome
 from kvserve_core.requests import RequestOptions
 from kvserve_core.session import Producer
@@ -93,7 +93,7 @@ class Opening:
             if decided.profile == RAW:
                 raise
             log.warning("room %s is sent raw, profile %r cannot be: %s", sending.room, decided.profile, error)
-            self._rank.exporter.count("fallbacks", rung=RAW)
+            self._rank.exporter.count("fallbacks", rung="profile")  # transfers; RAW counts segments
             return self._open(sending, decided, RAW)
 
     def _open(self, sending: Sending, decided: Decided, profile: str) -> tuple[Endpoint, str]:
@@ -115,11 +115,15 @@ class Opening:
             self.judge.forget(transfer_id)
 
     def report(self, outcome: Outcome) -> None:
-        """What this rank's part of a transfer cost: to the first rank's controller."""
+        """What this rank's part of a transfer cost: to the first rank's controller, which can do without."""
         if self.judge:
             self.reported(self._rank.number, outcome)
-        else:
+            return
+        try:
             self._rank.ranks.tell((0, 0), Reported(self._rank.number, outcome))
+        except PeerLost as error:
+            log.warning("the first prefill rank is not told what %s cost: %s", outcome.transfer_id, error)
+            self._rank.exporter.count("hook_failures", hook="report")
 
     def reported(self, rank: int, outcome: Outcome) -> None:
         """What a rank's part cost."""

@@ -26,8 +26,8 @@ class Peers:
         refusal = self._refused(register)
         if refusal:
             log.error("decode rank %s is refused: %s", register.session, refusal)
-        self._known.pop(register.session, None)
-        self._known[register.session] = (register, refusal)
+        self._known[register.session] = (register, refusal)  # never absent on the way: the scheduler reads
+        self._known.move_to_end(register.session)
         while len(self._known) > KEPT:
             self._known.popitem(last=False)
 

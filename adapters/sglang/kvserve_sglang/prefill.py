@@ -158,19 +158,30 @@ class PrefillSide:
 
     def _poll(self) -> None:
         events = self.producer.poll()
+        for event in events:
+            self._isolated(event)
         if events:
             self._export()
-        for event in events:
-            match event:
-                case Freed():
-                    if event.transfer_id in self._by_id:
-                        self._succeed(self._by_id[event.transfer_id])
-                case Failed():
-                    self._failed(event)
-                case Outcome():
-                    self._delivered(event)
         self._end_waiting()
         self.exporter.set("active", self.active, side="producer")
+
+    def _isolated(self, event: Freed | Failed | Outcome) -> None:
+        """The session gives each event once: what goes wrong with one must not cost the others."""
+        try:
+            self._event(event)
+        except Exception:
+            log.exception("the event of transfer %r was dropped: %s", event.transfer_id, event)
+            self.exporter.count("hook_failures", hook="event")
+
+    def _event(self, event: Freed | Failed | Outcome) -> None:
+        match event:
+            case Freed():
+                if event.transfer_id in self._by_id:
+                    self._succeed(self._by_id[event.transfer_id])
+            case Failed():
+                self._failed(event)
+            case Outcome():
+                self._delivered(event)
 
     def _dropped(self) -> None:
         self.exporter.count("hook_failures", hook="pump")

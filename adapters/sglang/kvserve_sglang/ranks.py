@@ -8,7 +8,7 @@ from typing import Any
 import requests
 
 from kvserve_core.errors import PeerLost
-from kvserve_sglang.messages import Message, pack
+from kvserve_sglang.messages import Message
 
 TIMEOUT_S = 5.0
 SILENT_S = 5.0
@@ -20,7 +20,7 @@ class Ranks:
 
     def __init__(self, manager: Any, bootstrap_url: str) -> None:
         self._manager, self._url = manager, bootstrap_url
-        self._known: dict[tuple[int, int], str] = {}
+        self._known: dict[tuple[int, int], tuple[str, int]] = {}
         self._silent_until_s = 0.0
 
     @property
@@ -45,13 +45,13 @@ class Ranks:
         """Send to one rank.
 
         Raises:
-            PeerLost: the registry does not know it, or did not answer just now.
+            PeerLost: the registry does not know it, or did not answer just now, or the rank takes no messages.
         """
         if rank not in self._known:
             self._known[rank] = self._asked(rank)
-        self._manager._send_multipart_locked(self._known[rank], pack(message))
+        self._manager.send_message(*self._known[rank], message)
 
-    def _asked(self, rank: tuple[int, int]) -> str:
+    def _asked(self, rank: tuple[int, int]) -> tuple[str, int]:
         if time.monotonic() < self._silent_until_s:
             raise PeerLost(f"the bootstrap server at {self._url} does not answer")
         try:
@@ -60,7 +60,7 @@ class Ranks:
             self._silent_until_s = time.monotonic() + SILENT_S
             raise PeerLost(f"the bootstrap server at {self._url} does not answer: {error}") from error
 
-    def _find(self, rank: tuple[int, int]) -> str:
+    def _find(self, rank: tuple[int, int]) -> tuple[str, int]:
         m = self._manager
         group = m.attn_dp_rank if m.system_dp_size == 1 else m.system_dp_rank
         query = {
@@ -73,4 +73,4 @@ class Ranks:
         if answer.status_code != requests.codes.ok:
             raise PeerLost(f"the bootstrap server does not know prefill rank {rank}: {answer.text}")
         found = answer.json()
-        return f"tcp://{found['rank_ip']}:{found['rank_port']}"
+        return str(found["rank_ip"]), int(found["rank_port"])

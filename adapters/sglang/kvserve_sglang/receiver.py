@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.runtime_context import get_disagg
 
 from kvserve_core.errors import UnsupportedSpecError
+from kvserve_sglang.checks import HOST_RECEIVE
 from kvserve_sglang.failing import ENDED, raise_failure
 from kvserve_sglang.messages import Message, Register, Wanted, pack
 
@@ -43,7 +44,10 @@ class KVServeReceiver(CommonKVReceiver):
         del kwargs
         try:
             if getattr(destination, "value", "device") != "device":
-                raise UnsupportedSpecError("kvserve writes to device pages only; leave out the host receive threshold")
+                raise UnsupportedSpecError(
+                    f"SGLang wants to receive into {destination.value!r} pages, kvserve writes to device pages only;"
+                    f" leave out --{HOST_RECEIVE.replace('_', '-')}"
+                )
             self._ask(kv_indices, aux_index, state_indices, decode_prefix_len or 0)
         except Exception as error:
             log.exception("room %s cannot be asked for", self.bootstrap_room)

@@ -82,18 +82,26 @@ class KVServeSender(CommonKVSender):
             self._sending = self._begin()
         tokens = len(pages) * mgr.kv_args.page_size if num_kv_tokens is None else num_kv_tokens
         cells, windows = mgr.cells(self.aux_index, state_indices) if last else ({}, None)
-        prefilled = self._prefilled() if last else None
-        if last:
-            self._prefilled, self._text = unknown, str  # they hold the request that holds this sender
+        prefilled = self._timed() if last else None
         mgr.side.pump.put(Chunk(self._sending, pools.as_pages(pages), tokens, last, event, cells, windows, prefilled))
         mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
         self._record_transfer_indices(pages, state_indices if last else None)
+
+    def _timed(self) -> Prefilled | None:
+        """What the engine took for the prompt. Only the controller wants it: not to know it harms no request."""
+        asked, self._prefilled, self._text = self._prefilled, unknown, str  # they hold the request that holds this one
+        try:
+            return asked()
+        except Exception:
+            log.exception("the prefill of room %s has no time", self.bootstrap_room)
+            self.kv_mgr.hook_failed("prefilled")
+            return None
 
     def _begin(self) -> Sending:
         mgr = self.kv_mgr
         asked = mgr.targets(self.bootstrap_room)
         if asked is None:
-            raise PluginError("no decode rank asked for this room")
+            raise PluginError(f"no decode rank asked for room {self.bootstrap_room}, or it is over")
         prefix, targets = asked
         slots = Slots(mgr.kv_args.page_size, prefix)
         sending = Sending(

@@ -11,8 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvserve_core.errors import UnsupportedSpecError
 
-TESTED = ("0.28", "0.33")
-"""The oldest and the newest release this connector was read or run against."""
+SUPPORTED = ("0.28", "0.33")
+"""The oldest and the newest release this connector was read against."""
+RUN = ("0.28", "0.32")
+"""Of these, the releases that its tests ran on."""
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 """0.31 and newer: lets a worker say which requests failed; before, only which blocks."""
 HIT_SOURCE: Any = None
@@ -36,12 +38,15 @@ def version() -> tuple[int, int]:
     return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else (0, 0)
 
 
-def untested() -> str | None:
-    """A sentence for the log when this release is outside the range that was tested."""
-    low, high = (tuple(map(int, text.split("."))) for text in TESTED)
+def unsupported() -> str | None:
+    """A sentence for the log when this release is outside the supported range."""
+    low, high = (tuple(map(int, text.split("."))) for text in SUPPORTED)
     if low <= version() <= high:
         return None
-    return f"vLLM {vllm.__version__} is outside {TESTED[0]} to {TESTED[1]}, which kvserve was tested with"
+    return (
+        f"vLLM {vllm.__version__} is outside {SUPPORTED[0]} to {SUPPORTED[1]}, which kvserve supports (tests run on"
+        f" {' and '.join(RUN)}); use one of those, or compare answers with and without a transfer first"
+    )
 
 
 def check_groups() -> None:

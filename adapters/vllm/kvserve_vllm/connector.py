@@ -50,6 +50,7 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
         deployment = Deployment.load(loaded.settings, model.kv)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._invalid: set[int] = set()
         self._several_pools = len(kv_cache_config.kv_cache_groups) > 1
         if transfer.is_kv_consumer:
             check_windows(model)
@@ -125,8 +126,6 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks of loads that ended without all their tokens."""
         invalid, self._invalid = self._invalid, set()
         return invalid
-
-    _invalid: set[int] = set()  # noqa: RUF012  # never changed in place: an instance gets one of its own
 
     @guarded(lambda: (set(), Ended()), "get_finished")
     def _ended(self, finished_req_ids: set[str]) -> tuple[set[str], Ended]:
@@ -245,7 +244,7 @@ class KVServeConnector(KVConnectorBase_V1, SupportsHMA):
 def _say(transfer: Any, fingerprint: str, unknown_env: Iterable[str]) -> None:
     for name in unknown_env:
         log.warning("the variable %r names no setting of kvserve and is ignored", name)
-    if problem := compat.untested():
+    if problem := compat.unsupported():
         log.warning("%s", problem)
     if transfer.is_kv_consumer and transfer.kv_load_failure_policy == "fail":
         log.warning(

@@ -28,23 +28,31 @@ def check_layers(placement: Placement, modules: Mapping[str, Any], num_blocks: i
     Raises:
         UnsupportedSpecError: what comes back is not what was written.
     """
-    seen: set[tuple[object, ...]] = set()
+    checked: dict[tuple[object, ...], bool] = {}
     for group in placement.kv.groups:
         for layer in (n for n in group.layers if n in placement.layers):
             cache = placement.layers[layer]
             impl = getattr(modules.get(cache.name), "impl", None)
             key = (type(impl), *((name, v.shape[1:], v.stride()[1:]) for name, v in cache.views.items()))
-            if key not in seen and _can_check(cache, impl, num_blocks):
-                seen.add(key)
-                _check(placement, group, layer, modules[cache.name], num_blocks)
-    return len(seen)
+            if key not in checked:
+                checked[key] = _can_check(cache, impl, num_blocks)
+                if checked[key]:
+                    _check(placement, group, layer, modules[cache.name], num_blocks)
+    return sum(checked.values())
 
 
 def _can_check(cache: LayerCache, impl: Any, num_blocks: int) -> bool:
     if "opaque" in cache.views:
         return False  # bytes: whatever they mean, they come back as they were
     if getattr(impl, "do_kv_cache_update", None) is None or num_blocks < 3:
-        log.warning("the layout of layer %r cannot be checked with this backend", cache.name)
+        log.warning(
+            "the cache of layer %r and those like it are read as their shape says, which backend %s (%d blocks) gives"
+            " no way to check; before you rely on it compare answers with and without a transfer, or choose another"
+            " --attention-backend",
+            cache.name,
+            type(impl).__name__,
+            num_blocks,
+        )
         return False
     return True
 

@@ -24,12 +24,16 @@ from kvserve_sglang.slots import Slots
 TOTAL = 10
 
 
-def outcome(ok: bool = True, reason: str = "") -> Outcome:
-    return Outcome("t", "raw", 1, 1, ok=ok, reason=reason)
+def outcome(ok: bool = True, reason: str = "", transfer_id: str = "t") -> Outcome:
+    return Outcome(transfer_id, "raw", 1, 1, ok=ok, reason=reason)
 
 
 def nothing() -> None:
     """What happens while a transfer is opened, by default."""
+
+
+def ignore(*args: Any, **labels: Any) -> None:
+    """Of metrics and messages to other ranks."""
 
 
 @dataclass
@@ -92,11 +96,13 @@ class Stand:
     rooms: Rooms = field(default_factory=Rooms)
     producer: Producer = field(default_factory=Producer)
     layout: Any = None
+    tell: Callable[..., None] = ignore
+    count: Callable[..., None] = ignore
 
     def __post_init__(self) -> None:
         deployment: Any = SimpleNamespace(producer=lambda *args: self.producer)
-        exporter: Any = SimpleNamespace(count=ignore, set=ignore, transfer=ignore, settled=ignore)
-        ranks: Any = SimpleNamespace(first=False, others=[], tell=ignore)
+        exporter: Any = SimpleNamespace(count=self.count, set=ignore, transfer=ignore, settled=ignore)
+        ranks: Any = SimpleNamespace(first=False, others=[], tell=self.tell)
         rank = Rank(self.rooms, ranks, deployment, {}, self.layout, exporter, 1, None)
         self.side = PrefillSide(rank)
 
@@ -122,10 +128,6 @@ class Stand:
 
 def chunk(sending: Sending, tokens: int, last: bool = False) -> Chunk:
     return Chunk(sending, np.array([1]), tokens, last)
-
-
-def ignore(*args: Any, **labels: Any) -> None:
-    """Of metrics and messages to other ranks."""
 
 
 class Events:

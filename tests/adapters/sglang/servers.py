@@ -145,7 +145,7 @@ def _bound(tp: int) -> dict[str, str]:
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * tp)[: 2 * tp - 1]} if tp > 1 else {}
 
 
-def start_router(prefill: Server, decode: Server, logs: Path) -> Server:
+def start_router(prefill: Server, decode: Server, logs: Path, *flags: str) -> Server:
     """SGLang's own router in front of a pair; it answers once it knows both."""
     port, log = free_port(), logs / "router.log"
     command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", "127.0.0.1"]
@@ -154,7 +154,7 @@ def start_router(prefill: Server, decode: Server, logs: Path) -> Server:
     # A server on few cores may answer a health check late: it is busy, not gone.
     command += ["--health-check-timeout-secs", "60", "--health-failure-threshold", "20", "--disable-circuit-breaker"]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen([*command, *flags], stdout=out, stderr=out, start_new_session=True)
     return Server(port, process, log)
 
 

@@ -57,7 +57,9 @@ def test_lossy_pages_go_by_their_place_in_the_prompt_and_to_servers_that_take_lo
         assert made.batch_set_v1(keys[1:], slots(WRITTEN[1:]), info(keys[0])) == [True, True]
     assert sum(f.stat().st_size for f in folder.glob("*.kvframe")) < 0.7 * written.numel() * 2
     with storage("mha", pool, config(folder, library)) as made:
-        assert made.batch_exists(keys) == 3
+        assert made.batch_exists(keys, info()) == 3
+        assert made.batch_exists(keys[1:], info(keys[0])) == 2
+        assert made.batch_exists(keys) == 0, "what cannot be loaded is not there"
         assert made.batch_get_v1(keys, slots(READ)) == [False] * 3, "no place in the prompt is known"
         assert made.batch_get_v1(keys[1:], slots(READ[1:]), info(keys[0])) == [True, True]
         assert made.batch_get_v1(keys[:1], slots(READ[:1]), info()) == [True]
@@ -65,7 +67,7 @@ def test_lossy_pages_go_by_their_place_in_the_prompt_and_to_servers_that_take_lo
         assert 0 < error.max() < 0.3
     for strict in ({"lossy_prefix_cache": "forbid"}, {"min_quality": 0.995}):
         with storage("mha", pool, config(folder, library, **strict)) as made:
-            assert made.batch_exists(keys) == 0
+            assert made.batch_exists(keys, info()) == 0
 
 
 def test_without_prefix_hashes_or_the_operators_word_pages_are_exact(tmp_path: Path, library: Path) -> None:
@@ -90,10 +92,10 @@ def test_what_is_computed_after_lossy_pages_is_not_stored_as_exact(tmp_path: Pat
         assert made.batch_set_v1(keys[:1], slots(READ[:1]), info()) == [True], "it is there, as what it is"
         assert made.batch_set_v1(keys[1:2], slots(WRITTEN[1:2]), info(keys[0])) == [True]
         assert made.batch_set_v1(keys[2:], slots(WRITTEN[2:])) == [False], "it may have been computed after them"
-        assert made.batch_exists(keys) == 2
+        assert made.batch_exists(keys, info()) == 2
         assert made.batch_set_v1(keys_of(1, first=9), slots([7]), info()) == [True], "it was not"
     with storage("mha", pool, config(folder, library, lossy_prefix_cache="forbid")) as made:
-        assert [made.exists(key) for key in keys] == [False] * 3
+        assert [made.batch_exists([key], info()) for key in keys] == [0] * 3
         assert made.batch_exists(keys_of(1, first=9)) == 1
 
 
@@ -111,9 +113,9 @@ def test_of_several_ranks_none_calls_exact_what_another_may_have_loaded_with_los
         assert made.batch_set_v1(keys[:1], slots(WRITTEN[:1]), info()) == [True]
         assert made.batch_get_v1(keys[:1], slots(READ[:1]), info()) == [True]
         assert made.batch_set_v1(keys[1:], slots(WRITTEN[1:2]), info(keys[0])) == [True]
-        assert made.batch_exists(keys) == 2
+        assert made.batch_exists(keys, info()) == 2
     with storage("mha", pool, rank(lossy_prefix_cache="forbid")) as made:
-        assert made.batch_exists(keys) == 1
+        assert made.batch_exists(keys, info()) == 1
 
 
 def test_quality_is_that_of_the_worst_page_before_and_the_worst_of_all_where_nobody_knows() -> None:

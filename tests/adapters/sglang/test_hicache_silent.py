@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hicache_pools import fill, host_pool, keys_of, slots, storage, storage_config
+from hicache_pools import fill, host_pool, info, keys_of, slots, storage, storage_config
 
 from kvserve_plugins.transports.file import File
+from kvserve_sglang import hicache_store
 from kvserve_sglang.hicache_bounded import Bounded
 
 WRITTEN, READ = [5, 3], [20, 40]
@@ -30,6 +31,12 @@ class Gate:
             return real(store, *args)
 
         monkeypatch.setattr(File, method, held)
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.opened.set()  # a session that is held does not end
 
 
 def wait(until: Any) -> None:
@@ -76,6 +83,64 @@ def test_a_lookup_that_hangs_finds_nothing_and_the_next_one_does_not_wait(
             assert not gate.waiting.is_set(), "it was not asked"
             gate.opened.set()
         wait(lambda: made.batch_exists(keys) == 2)
+
+
+def test_a_store_that_does_not_take_pages_is_given_no_more_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, pool = keys_of(2), host_pool("mha", "layer_first")
+    with storage("mha", pool, storage_config("mha", tmp_path, deadline="500ms")) as made:
+        fill(pool, WRITTEN)
+        offered = spied(made._cache.store._producer, "open", monkeypatch)
+        with monkeypatch.context() as patch, Gate(patch, "publish") as gate:
+            patch.setattr(hicache_store, "WRITTEN_AT_ONCE", 1)
+            assert made.batch_set_v1(keys, slots(WRITTEN)) == [False, False]
+            assert gate.waiting.is_set()
+            assert len(offered) == 1, "the second page does not wait too"
+            patch.setattr(made._cache.store, "_unwritable_until_s", float("inf"))
+            assert made.batch_set_v1(keys, slots(WRITTEN)) == [False, False]
+            assert len(offered) == 1
+        wait(lambda: made.batch_set_v1(keys, slots(WRITTEN)) == [True, True])
+        assert made.batch_get_v1(keys, slots(READ)) == [True, True]
+
+
+def spied(owner: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The first arguments of all calls of a method, which goes on as it is."""
+    seen: list[Any] = []
+    real = getattr(owner, method)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[0])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, noted)
+    return seen
+
+
+def test_a_call_asks_the_store_in_one_go_however_many_pages_and_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each goes on a thread of its own, and each may take until the deadline."""
+    keys, pool = keys_of(2), host_pool("mha", "layer_first")
+    config = storage_config("mha", tmp_path, lossy_prefix_cache="allow", min_quality=0.9)
+    with storage("mha", pool, config) as made:
+        fill(pool, WRITTEN)
+        looked = spied(made._cache.store._lookup, "call", monkeypatch)
+        assert made.batch_set_v1(keys, slots(WRITTEN), info()) == [True, True]
+        assert len(looked) == 1
+        assert made.batch_exists([*keys, *keys_of(1, first=7)], info()) == 2
+        assert len(looked) == 2
+
+
+def test_pages_of_a_store_that_does_not_say_what_it_has_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, pool = keys_of(2), host_pool("mha", "layer_first")
+    with storage("mha", pool, storage_config("mha", tmp_path, deadline="500ms")) as made:
+        fill(pool, WRITTEN)
+        with monkeypatch.context() as patch, Gate(patch, "_has"):
+            assert made.batch_set_v1(keys, slots(WRITTEN)) == [False, False]
+        wait(lambda: made.batch_set_v1(keys, slots(WRITTEN)) == [True, True])
 
 
 def test_a_pool_that_is_registered_again_leaves_no_threads(tmp_path: Path) -> None:

@@ -171,6 +171,19 @@ def broken(*args: Any) -> Any:
     raise ZeroDivisionError("a test's")
 
 
+def test_a_prefill_that_cannot_be_timed_is_sent_all_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = spy(monkeypatch, pair.prefill.manager, "hook_failed")
+    _, source, target, sender, receiver = start(pair, 300)
+    sender.init(len(source), aux_index=1)
+    sender.describe(300, OPTIONS, prefilled=broken)
+    sender.send(source, num_kv_tokens=300)
+    assert pair.settle(receiver, sender) == ["Success", "Success"]
+    assert pair.same(source, target, 300)
+    assert counted == [("prefilled",)]
+    sender.clear()
+    receiver.clear()
+
+
 @pytest.mark.parametrize("hook", ["send_metadata", "_register_kv_args", "host"])
 def test_what_fails_in_a_hook_of_the_decode_side_ends_its_request_alone(
     pair: Pair, hook: str, monkeypatch: pytest.MonkeyPatch

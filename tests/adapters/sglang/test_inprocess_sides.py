@@ -170,6 +170,10 @@ class Consumer:
     def __init__(self) -> None:
         self.during_fetch = fake_sessions.nothing
         self.cancelled: list[str] = []
+        self.events: list[Loaded] = []
+
+    def poll(self) -> list[Loaded]:
+        return self.events
 
     def fetch(self, locator: Locator, *args: Any) -> None:
         self.during_fetch()
@@ -216,6 +220,31 @@ def test_two_rooms_with_one_transfer_do_not_harm_each_other(events: Events) -> N
     side.scatter("t", AT, torch.zeros(1, 1, 5, 4))
     side._ended(Loaded("t", range(TOTAL), outcome()))
     assert side._rooms.told[1:] == [("Success", 1)]
+
+
+def test_a_room_that_cannot_be_ended_does_not_keep_the_next_ones(
+    events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer, counts = Consumer(), list[dict[str, str]]()
+    side = decoding(events, consumer)
+    slots = Slots(16)
+    slots.add([2])
+    side.begin(2, slots, 1, 1)
+    side._handle(LOCATED)
+    side._handle(msgspec.structs.replace(LOCATED, room=2, transfer_id="u"))
+    succeed = side._rooms.succeed
+
+    def broken(room: int) -> None:
+        if room == 1:
+            raise KeyError(room)
+        succeed(room)
+
+    monkeypatch.setattr(side._rooms, "succeed", broken)
+    monkeypatch.setattr(side.exporter, "count", lambda name, value=1, **labels: counts.append({"name": name} | labels))
+    consumer.events = [Loaded(key, range(TOTAL), outcome(transfer_id=key)) for key in ("t", "u")]
+    side._poll()
+    assert side._rooms.told == [("Success", 2)]
+    assert {"name": "hook_failures", "hook": "event"} in counts
 
 
 def test_a_request_that_ends_while_its_fetch_begins_is_cancelled(events: Events) -> None:

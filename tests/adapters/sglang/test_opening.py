@@ -19,7 +19,7 @@ from kvserve_core.requests import RequestOptions
 from kvserve_core.settings import Settings
 from kvserve_core.spec import SEGMENT_TOKENS, whole
 from kvserve_sglang import opening
-from kvserve_sglang.hooks import prefilled, text_of
+from kvserve_sglang.hooks import describe_request, prefilled, text_of
 from kvserve_sglang.messages import Decided, Reported
 from kvserve_sglang.opening import EARLY_KEPT, Opening, overdue
 from kvserve_sglang.prefill_rank import Rank
@@ -131,7 +131,7 @@ def test_what_a_rank_cannot_serve_it_sends_raw_and_says_so(deployment: Deploymen
     sending = bench.sending()
     endpoint, profile = bench.opening.open(sending, decided(1))
     assert profile == "raw"
-    assert bench.exporter.counts == [("fallbacks", {"rung": "raw"})]
+    assert bench.exporter.counts == [("fallbacks", {"rung": "profile"})], "RAW counts segments"
     sending.opened("t1")
     bench.opening.announce(sending, endpoint, profile)
     assert bench.rooms.located == ["t1"]
@@ -251,3 +251,45 @@ def test_a_prefill_is_timed_from_its_first_batch_and_counts_what_was_computed() 
 )
 def test_a_prefill_that_sglang_did_not_time_or_that_was_cached_says_nothing(unknown: Any) -> None:
     assert prefilled(unknown) is None
+
+
+class Described:
+    """A request's sender, which is told something or breaks."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.told, self.failed = error, list[int](), list[str]()
+        self.kv_mgr = SimpleNamespace(hook_failed=self.failed.append)
+
+    def describe(self, num_tokens: int, *rest: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.told.append(num_tokens)
+
+
+def described(sender: object, ready: bool = True, **given: Any) -> bool:
+    asked = SimpleNamespace(disagg_kv_sender=sender, rid="r1", sampling_params=SimpleNamespace())
+    asked.__dict__.update({"origin_input_ids": range(7)} | given)
+    return describe_request(ready, None, asked)
+
+
+def test_a_request_is_described_once_it_is_ready() -> None:
+    sender = Described()
+    assert not described(sender, ready=False)
+    assert sender.told == []
+    assert described(sender)
+    assert (sender.told, sender.failed) == ([7], [])
+
+
+@pytest.mark.parametrize(("error", "given"), [(ValueError("a test's"), {}), (None, {"origin_input_ids": None})])
+def test_a_request_that_cannot_be_described_goes_on_and_is_counted(
+    error: Exception | None, given: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = Described(error)
+    assert described(sender, **given)
+    assert (sender.told, sender.failed) == ([], ["describe"])
+    assert "'r1'" in caplog.text
+
+
+def test_the_sender_of_another_backend_is_left_alone() -> None:
+    assert described(object())
+    assert described(None)

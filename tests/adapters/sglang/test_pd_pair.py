@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -74,20 +75,28 @@ def test_sixteen_requests_at_once_through_sglangs_router_are_all_right(
     nothing_left(*pair)
 
 
-def test_a_client_that_goes_away_harms_nobody(pair: Pair, expected: list[Answer]) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(servers.generate_pd, *pair, text) for text in PROMPTS]
+def test_a_client_of_the_router_that_goes_away_harms_nobody(pair: Pair, logs: Path, expected: list[Answer]) -> None:
+    router = servers.start_router(*pair, logs)
+    with servers.running(router), ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(servers.generate, router, text) for text in PROMPTS]
         for _ in range(3):
             with pytest.raises(requests.Timeout):
-                servers.pd(*pair, servers.body(PROMPTS[3], 2000), timeout_s=0.5)
-        for other, wanted in zip(others, expected, strict=True):
-            servers.assert_close(other.result(), wanted)
+                asked(router, PROMPTS[3], 2000, timeout_s=0.5)
+        assert [other.result()[0] for other in others] == [tokens for tokens, _ in expected]
     nothing_left(*pair)
     servers.check_close(*pair, expected)
 
 
-def nothing_left(prefill: Server, decode: Server, seconds: float = 60.0) -> None:
-    """No request, no transfer and no byte that is held for consumers any more."""
+def asked(server: Server, text: str, tokens: int, timeout_s: float = 120.0) -> requests.Response:
+    """The answer to a client that waits no longer than ``timeout_s``."""
+    return requests.post(f"{server.url}/generate", json=servers.body(text, tokens), timeout=timeout_s)
+
+
+def nothing_left(prefill: Server, decode: Server, seconds: float = 120.0) -> None:
+    """No request, no transfer, no byte that is held for consumers and no token in SGLang's own pools any more.
+
+    An idle SGLang says what its pool holds every 30 s. What its prefix cache may evict does not count.
+    """
     end = time.monotonic() + seconds
     while left := held(prefill, decode):
         assert time.monotonic() < end, f"left after {seconds} s: {left}"
@@ -101,25 +110,47 @@ def held(prefill: Server, decode: Server) -> dict[str, float]:
         "published bytes": value(sent, "kvserve:published_bytes"),
         "active on the prefill side": value(sent, "kvserve:active", 'side="producer"'),
         "active on the decode side": value(got, "kvserve:active", 'side="consumer"'),
+        "tokens in the prefill side's pool": value(sent, "sglang:num_used_tokens"),
+        "tokens in the decode side's pool": value(got, "sglang:num_used_tokens"),
     }
     return {name: count for name, count in every.items() if count}
 
 
-def test_a_killed_prefill_server_fails_its_requests_and_the_decode_server_goes_on(
+SLOW = {"KVSERVE_TRANSPORT__TCP__MAX_BANDWIDTH": "4Mbps"}
+"""Of a prefill server whose transfers take seconds, so that a kill meets them."""
+
+
+def test_a_prefill_server_that_is_killed_while_it_sends_fails_its_requests_and_no_others(
     pair: Pair, model: Path, logs: Path, expected: list[Answer]
 ) -> None:
     prefill, decode = pair
-    with ThreadPoolExecutor(2) as pool:
-        doomed = [pool.submit(servers.pd_ended, prefill, decode, servers.body(text, 500)) for text in PROMPTS[2:]]
-        time.sleep(0.05)
-        prefill.kill()
-        for both in doomed:
-            killed, left = both.result()
-            assert isinstance(killed.exception(), requests.ConnectionError)
-            assert left.result().status_code == 500
-            assert re.search("Decode (handshake|transfer) failed for request", left.result().text)
+    doomed = servers.start_prefill(model, logs, "prefill-doomed", PLAIN, "--enable-metrics", **SLOW)
+    with ExitStack() as stack:
+        stack.enter_context(servers.running(doomed))
+        router = servers.start_router(doomed, decode, logs, "--disable-retries")
+        stack.enter_context(servers.running(router))
+        pool = stack.enter_context(ThreadPoolExecutor(3))
+        other = pool.submit(servers.generate_pd, prefill, decode, PROMPTS[0], 1000)
+        routed = pool.submit(asked, router, PROMPTS[3], 64)
+        direct = pool.submit(servers.pd_ended, doomed, decode, servers.body(PROMPTS[2], 64))
+        wait_sending(doomed)
+        assert not other.done(), "the other pair's request was to be in flight"
+        assert not routed.done(), routed.result().text
+        doomed.kill()
+        assert routed.result().status_code >= 500
+        _, left = direct.result()
+        assert left.result().status_code == 500
+        assert re.search("Decode (handshake|transfer) failed for request", left.result().text)
+        tokens, _ = other.result()
+        assert tokens[: len(expected[0][0])] == expected[0][0]
     assert decode.healthy()
-    another = servers.start_prefill(model, logs, "prefill-2", PLAIN, "--enable-metrics")
-    with servers.running(another):
-        servers.check_close(another, decode, expected)
-        nothing_left(another, decode)
+    servers.check_close(prefill, decode, expected)
+    nothing_left(prefill, decode)
+
+
+def wait_sending(prefill: Server, seconds: float = 60.0) -> None:
+    """Until a prefill server has a transfer under way."""
+    end = time.monotonic() + seconds
+    while not value(requests.get(f"{prefill.url}/metrics", timeout=10).text, "kvserve:active", 'side="producer"'):
+        assert time.monotonic() < end, f"nothing was sent within {seconds} s"
+        time.sleep(0.02)

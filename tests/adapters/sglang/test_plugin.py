@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +23,11 @@ from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType, _wrap_fn
 
 from kvserve_core.errors import PluginError
-from kvserve_sglang import plugin
+from kvserve_sglang import plugin, sender
 from kvserve_sglang.hooks import prefilled
 from kvserve_sglang.manager import KVServeManager
 from kvserve_sglang.sender import KVServeSender
-from kvserve_sglang.versions import WINDOW, check_version, release
+from kvserve_sglang.versions import NEWEST, OLDEST, WINDOW, check_version, release
 
 SOURCE = Path(sglang.__file__).parent
 assert inprocess.OPTIONS  # importing it loads the plugins, as every process of SGLang does
@@ -41,6 +42,13 @@ def test_releases_inside_the_window_are_taken(version: str) -> None:
 def test_releases_outside_are_refused_and_the_window_is_named(version: str) -> None:
     with pytest.raises(PluginError, match=re.escape(WINDOW)):
         check_version(version)
+
+
+def test_the_extra_installs_what_the_window_takes() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, (*NEWEST[:-1], NEWEST[-1] + 1)))
+    assert project["optional-dependencies"]["sglang"] == [f"sglang>={oldest},<{newest}"]
+    assert f"{oldest} to {'.'.join(map(str, NEWEST))}" == WINDOW
 
 
 def test_suffixes_of_a_version_do_not_count() -> None:
@@ -113,6 +121,14 @@ USED = {
 def test_what_is_used_of_the_common_classes_is_there(owner: type) -> None:
     missing = [name for name in USED[owner].split() if not hasattr(owner, name)]
     assert not missing
+
+
+def test_the_event_of_an_early_send_is_where_the_sender_looks() -> None:
+    """SGLang sets it on the sender; under another name the sender would read pages that are still written."""
+    for module in (prefill, sender):
+        nodes = ast.walk(ast.parse(inspect.getsource(module)))
+        written = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        assert "_early_send_wait_event" in written, module.__name__
 
 
 def test_a_prefill_is_timed_where_the_hook_looks() -> None:

@@ -11,7 +11,7 @@ from fake_sessions import outcome
 
 from kvserve_core.errors import PeerLost
 from kvserve_sglang import ranks
-from kvserve_sglang.messages import Reported, pack
+from kvserve_sglang.messages import Message, Reported
 from kvserve_sglang.ranks import Ranks
 
 MESSAGE = Reported(1, outcome())
@@ -38,17 +38,18 @@ def known(port: int) -> Any:
 
 
 @pytest.fixture
-def sent() -> list[tuple[str, list[bytes]]]:
+def sent() -> list[tuple[str, int, Message]]:
     return []
 
 
 @pytest.fixture
-def made(sent: list[tuple[str, list[bytes]]]) -> Ranks:
+def made(sent: list[tuple[str, int, Message]]) -> Ranks:
     places = {"attn_tp_rank": 0, "attn_tp_size": 2, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_dp_rank": 0}
-    send = lambda at, frames: sent.append((at, frames))  # noqa: E731  # a method of a stand-in
-    manager = SimpleNamespace(
-        **places, system_dp_size=1, system_dp_rank=0, is_mla_backend=False, _send_multipart_locked=send
-    )
+
+    def send(ip: str, port: int, message: Message) -> None:
+        sent.append((ip, port, message))
+
+    manager = SimpleNamespace(**places, system_dp_size=1, system_dp_rank=0, is_mla_backend=False, send_message=send)
     return Ranks(manager, "http://registry")
 
 
@@ -56,7 +57,7 @@ def test_a_rank_is_looked_up_once(made: Ranks, sent: list[Any], monkeypatch: pyt
     registry = Registry(monkeypatch, known(7))
     for _ in range(2):
         made.tell((1, 0), MESSAGE)
-    assert sent == [("tcp://10.0.0.1:7", pack(MESSAGE))] * 2
+    assert sent == [("10.0.0.1", 7, MESSAGE)] * 2
     assert registry.asked == [{"prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_tp_rank": 1, "target_pp_rank": 0}]
 
 

@@ -80,14 +80,14 @@ def test_the_block_pool_can_forget_blocks() -> None:
     assert list(inspect.signature(BlockPool.evict_blocks).parameters) == ["self", "block_ids"]
 
 
-def test_this_release_is_one_that_was_tested() -> None:
+def test_this_release_is_one_that_is_supported() -> None:
     assert compat.version() >= (0, 28)
-    assert compat.untested() is None
+    assert compat.unsupported() is None
 
 
-def test_an_untested_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat.vllm, "__version__", "0.99.1")
-    assert "0.99.1 is outside 0.28 to 0.33" in str(compat.untested())
+    assert "0.99.1 is outside 0.28 to 0.33" in str(compat.unsupported())
 
 
 def test_both_ways_to_name_the_connector_find_it() -> None:

@@ -9,10 +9,12 @@ import pytest
 
 from kvserve_core.errors import ConfigError
 from kvserve_core.metrics import Counters
+from kvserve_core.policy import Decision, ServiceContext
 from kvserve_vllm.connector import KVServeConnector
 from kvserve_vllm.guard import isolated
-from kvserve_vllm.metadata import StepMeta, WorkerReport
+from kvserve_vllm.metadata import Open, StepMeta, WorkerReport
 from kvserve_vllm.stats import StatsBuffer
+from kvserve_vllm.worker.loads import Ended
 from kvserve_vllm.worker.side import WorkerSide
 
 WORKER = {
@@ -45,6 +47,7 @@ START_UP = {
     "set_xfer_handshake_metadata_pp_aware",
     "bind_gpu_block_pool",
 }
+OPEN = Open("r", "t", 1, Decision("raw", "test", ServiceContext(1), 1e9), None, ())
 DO_NOTHING = {"wait_for_layer_load", "save_kv_layer", "get_block_ids_with_load_errors", "get_loaded_kv_cache_group_ids"}
 CALL_WHAT_IS_GUARDED = {"get_finished", "get_transfer_results", "request_finished"}
 
@@ -61,7 +64,8 @@ class Broken:
 
 def connector(**halves: Any) -> Any:
     made = object.__new__(KVServeConnector)
-    made.__dict__.update({"_scheduler": None, "_worker": None, "_connector_metadata": StepMeta(), **halves})
+    made.__dict__.update({"_scheduler": None, "_worker": None, "_connector_metadata": StepMeta(), "_invalid": set()})
+    made.__dict__.update(halves)
     return made
 
 
@@ -88,6 +92,18 @@ def test_another_connectors_ranks_are_refused_at_start_up() -> None:
         connector().set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
 
 
+def test_blocks_that_were_not_loaded_are_told_once_and_by_their_own_connector() -> None:
+    assert "_invalid" not in vars(KVServeConnector)  # a set of the class would be everybody's
+    ends = iter([Ended(blocks={3}), Ended(blocks={4}), Ended()])
+    rank = SimpleNamespace(finished=lambda req_ids: (set(), next(ends)))
+    one, other = connector(_worker=rank, _by_request=False), connector(_worker=rank, _by_request=False)
+    one.get_finished(set())
+    one.get_finished(set())
+    assert other.get_block_ids_with_load_errors() == set()
+    assert one.get_block_ids_with_load_errors() == {3, 4}
+    assert one.get_block_ids_with_load_errors() == set()
+
+
 def test_what_is_not_for_a_role_is_an_error_that_does_not_reach_the_engine() -> None:
     assert connector(_worker=Broken()).get_num_new_matched_tokens(None, 0) == (0, False)
     assert connector().get_num_new_matched_tokens(None, 0) == (0, False)  # nobody is there to count it
@@ -107,17 +123,17 @@ def test_a_part_that_fails_leaves_its_default_and_is_counted() -> None:
 
 
 class Half:
-    """Offers, loads or prefixes of a rank. All calls are noted, those named fail."""
+    """Offers, loads or prefixes of a rank. All calls are noted, those named fail. answers: of the others, by name."""
 
-    def __init__(self, *broken: str) -> None:
-        self._broken, self.called = broken, list[str]()
+    def __init__(self, *broken: str, **answers: Any) -> None:
+        self._broken, self._answers, self.called = broken, answers, list[str]()
 
     def __getattr__(self, name: str) -> Any:
-        def call(*given: Any) -> list[Any]:
+        def call(*given: Any) -> Any:
             self.called.append(name)
             if name in self._broken:
                 raise RuntimeError("injected")
-            return []
+            return self._answers.get(name, [])
 
         return call
 
@@ -126,19 +142,57 @@ def worker(offers: Half, loads: Half, prefix: Half) -> WorkerSide:
     made = object.__new__(WorkerSide)
     stats = StatsBuffer(Counters())
     made.__dict__.update(offers=offers, loads=loads, prefix=prefix, stats=stats, _report=WorkerReport())
+    made.__dict__.update(_producer=None, _idle=True, _ended=set(), _let_go=set())
     return made
 
 
+def failures(side: Any) -> dict[str, int]:
+    """Hooks that failed since the last call."""
+    taken = side.stats.take()
+    return {} if taken is None else {labels[0]: count for labels, count in taken.data.get("hook_failures", [])}
+
+
 def test_orders_of_one_half_are_carried_out_whatever_another_one_does() -> None:
-    offers, loads, prefix = Half("poll", "advance"), Half("cancel", "release"), Half("before_batch")
+    offers, loads, prefix = Half("drop", "poll", "open", "advance"), Half("cancel", "release"), Half("before_batch")
     side = worker(offers, loads, prefix)
-    side.before_batch(StepMeta())
+    side.before_batch(StepMeta(open=[OPEN, OPEN]))
     side.load(StepMeta())
     side.after_forward(StepMeta())
-    assert offers.called == ["drop", "poll", "grow", "advance"]
+    assert offers.called == ["drop", "poll", "open", "open", "grow", "advance"]
     assert loads.called == ["cancel", "release", "start"]
     assert prefix.called == ["before_batch", "load", "after_forward"]
-    taken = side.stats.take()
-    assert taken is not None
-    counted = {labels[0]: count for labels, count in taken.data["hook_failures"]}
-    assert counted == {"handle_preemptions": 2, "start_load_kv": 2, "wait_for_save": 1}
+    assert failures(side) == {"handle_preemptions": 5, "start_load_kv": 2, "wait_for_save": 1}
+
+
+def test_what_is_known_of_the_end_is_told_whatever_fails() -> None:
+    offers, loads, prefix = Half("poll", "finished"), Half("rest", "poll"), Half("poll", "ended", finished={"stored"})
+    loads.ended = Ended(done={"loaded"})
+    side = worker(offers, loads, prefix)
+    assert side.finished({"a"}) == ({"stored"}, Ended(done={"loaded"}))
+    assert prefix.called == ["poll", "finished", "ended"]
+    assert failures(side) == {"get_finished": 6}
+    offers, loads, prefix = Half(finished={"sent"}), Half(), Half(finished={"sent"}, ended=Ended(failed={"b"}))
+    loads.ended = Half("take")
+    side = worker(offers, loads, prefix)
+    assert side.finished({"a"}) == ({"sent"}, Ended(failed={"b"}))
+    assert failures(side) == {"get_finished": 1}
+
+
+class Store(Half):
+    """Gives back what it is told of, when it can."""
+
+    def finished(self, req_ids: set[str], sent: set[str], offers: Any) -> set[str]:
+        if "finished" in self._broken:
+            raise RuntimeError("injected")
+        return req_ids | sent
+
+
+def test_blocks_that_a_store_may_still_read_are_given_back_when_it_can_say() -> None:
+    offers, store, loads = Half(finished={"sent"}), Store("finished", ended=Ended()), Half()
+    loads.ended = Ended()
+    side = worker(offers, loads, store)
+    assert side.finished({"a"})[0] == set()
+    store._broken = ()
+    offers._answers["finished"] = set[str]()
+    assert side.finished(set())[0] == {"a", "sent"}
+    assert side.finished(set())[0] == set()

@@ -115,6 +115,36 @@ def test_an_answer_that_fails_still_keeps_the_blocks(side: SchedulerSide) -> Non
     assert failures(side) == {"request_finished": 1}
 
 
+def test_a_status_that_is_none_still_keeps_the_blocks(side: SchedulerSide) -> None:
+    asked = request()
+    side.arrived(asked)
+    side.plan(step({"r": 100}))
+    asked.status = "no status"
+    assert side.finished(asked) == (True, None)
+    assert list(side.plan(step()).drop) == ["r"]
+    assert failures(side) == {"request_finished": 1}
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_blocks_are_kept_for_workers_that_hold_them_when_the_half_cannot_say(
+    side: SchedulerSide, planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request()
+    side.arrived(asked)
+    if planned:
+        side.plan(step({"r": LENGTH}))
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Offering, "finished", fail)
+    assert side.finished(asked) == (planned, None)
+    assert list(side.plan(step()).drop) == ["r"]
+    monkeypatch.undo()
+    assert side.finished(asked) == (False, None)  # nothing is left of it
+    assert failures(side) == {"request_finished": 1}
+
+
 def test_a_transfer_id_in_use_is_not_offered_twice(side: SchedulerSide) -> None:
     first, second, third = request("a"), request("b"), request("c")
     side.arrived(first)

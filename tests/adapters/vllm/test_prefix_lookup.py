@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from controller_cases import library, profile
 from fake_engine import dense
 from kvserve_core.deployment import Deployment
 from kvserve_core.errors import TransportError, UnsupportedSpecError
@@ -124,6 +126,18 @@ def test_what_is_stored_is_of_the_class_of_its_profile_and_of_what_came_before()
     assert asked.floor(RequestOptions(min_quality=0.97)) == 0.98
     assert asked.floor(RequestOptions(min_quality=1.0)) == 1.0
     assert asked.choose(RequestOptions(), 1024, 1.0).profile == "raw"  # all that is acceptable so far
+
+
+def test_a_lossy_profile_that_lost_nothing_measurable_is_not_stored_as_exact(tmp_path: Path) -> None:
+    made = library(profile("perfect", 4.0, 1e9, lower=1.0), fingerprint=KV.fingerprint)
+    made.save(tmp_path / "m.kvlib")
+    deployment = Deployment.load(Settings(library=tmp_path / "m.kvlib"), KV)
+    asked = Prices(deployment, "store:x")
+    assert asked.quality("perfect") == 1.0
+    assert asked.stored_class("perfect", 1.0) == 0.999
+    assert asked.stored_class("lossless", 1.0) == 1.0
+    asked.acceptable = frozenset({"raw", "perfect"})
+    assert asked.choose(RequestOptions(min_quality=1.0), 1024, 1.0).profile == "raw"
 
 
 def request(tokens: list[int] | None, **fields: Any) -> Any:

@@ -29,6 +29,20 @@ DECISION = Decision("lossless", "test", ServiceContext(1), 1e9)
 WRITES = SimpleNamespace(is_kv_producer=True, is_kv_consumer=False)
 
 
+class Recorder:
+    """Half of a rank; all calls are noted and fail."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any) -> None:
+            self.called.append(name)
+            raise RuntimeError("injected")
+
+        return call
+
+
 class Slow:
     """Makes ``publish`` of a store wait until it is let go."""
 
@@ -105,6 +119,43 @@ def test_once_it_is_back_cells_are_stored_again(
     assert given_back(half, {"r-second", "r-third"}, report) == {"r-second", "r-third"}
     assert [end.name for end in report.prefix_stored if end.outcome is not None] == ["second", "third"]
     assert slow.store.contains(["second", "third"]) == 2
+
+
+def test_trouble_with_one_order_leaves_the_others(rank: tuple[PrefixWorker, Slow]) -> None:
+    half, slow = rank
+    slow.gate.set()
+    report, fences = WorkerReport(), iter([RuntimeError("injected")])
+
+    def fence() -> None:
+        for error in fences:
+            raise error
+
+    assert half.writer is not None
+    half.writer._fence = fence
+    wrong = PrefixStore("r-wrong", tables(), DECISION, {0: ()})  # no name for this rank
+    good = [PrefixStore(f"r-{name}", tables(), DECISION, {0: (name,)}) for name in ("unfenced", "good")]
+    half.after_forward(StepMeta(prefix_store=[wrong, *good]), report)
+    requests = {"r-wrong", "r-unfenced", "r-good"}
+    assert given_back(half, requests, report) == requests
+    until = time.monotonic() + 10
+    while len(report.prefix_stored) < 2 and time.monotonic() < until:
+        half.poll(report)
+    told = {end.name: (end.outcome is not None, end.reason) for end in report.prefix_stored}
+    assert told == {"good": (True, ""), "unfenced": (False, "RuntimeError: injected")}
+
+
+def test_a_half_of_the_store_that_fails_leaves_the_other(rank: tuple[PrefixWorker, Slow]) -> None:
+    half, slow = rank
+    slow.gate.set()
+    loader = Recorder()
+    half.loader, half.writer = loader, Recorder()  # type: ignore[assignment]  # all of their calls fail
+    half.load(StepMeta(), WorkerReport())
+    half.poll(WorkerReport())
+    assert loader.called == ["cancel", "start", "poll"]
+    taken = half._stats.take()
+    assert taken is not None
+    counted = {labels[0]: count for labels, count in taken.data["hook_failures"]}
+    assert counted == {"start_load_kv": 2, "get_finished": 2}
 
 
 def test_a_shutdown_does_not_wait_for_a_store_that_hangs(

@@ -126,9 +126,8 @@ class Prices:
         return self._profiles[profile].worst_quality
 
     def stored_class(self, profile: str, held: float) -> float:
-        """The class of a cell that a profile encodes, computed after KV of quality ``held``."""
-        quality = self.quality(profile) * held
-        return quality_class(quality, exact=quality == 1.0)
+        """The class of a cell that a profile encodes, computed after KV of quality ``held`` (1.0: exact)."""
+        return quality_class(self.quality(profile) * held, exact=self._profiles[profile].exact and held == 1.0)
 
     def choose(self, options: RequestOptions, tokens: int, held: float) -> Decision:
         """How to store a request's cells, so that requests like it can read them; exactly, where loss would sum up."""

@@ -227,6 +227,11 @@ class Prefixes:
         for name in [name for name, who in self._loading.items() if who == req_id]:
             del self._loading[name]
 
+    def holds(self, req_id: str) -> bool:
+        """Whether the workers may still store what is in the blocks of a request, and will hand them back."""
+        entry = self._entries.get(req_id)
+        return entry is not None and entry.told and entry.stage is not Stage.LOADING
+
     def finished(self, request: Any) -> bool:
         """A request ended: whether the workers still need its blocks, and will hand them back."""
         entry = self._entries.get(request.request_id)
@@ -236,9 +241,9 @@ class Prefixes:
             entry.gone = True
             self._cancels.append(request.request_id)
             return False
-        self._keeping.time(entry)
-        self._forget_loading(request.request_id)
         del self._entries[request.request_id]
+        self._forget_loading(request.request_id)
+        self._keeping.time(entry)
         return entry.told
 
 

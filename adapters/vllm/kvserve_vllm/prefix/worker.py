@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from kvserve_core.deployment import Deployment
 from kvserve_core.session import Consumer, Producer
 from kvserve_core.spec import Shard
 from kvserve_core.transport import Endpoint
+from kvserve_vllm.guard import isolated
 from kvserve_vllm.held import Fence
 from kvserve_vllm.metadata import StepMeta, WorkerReport
 from kvserve_vllm.placement import Placement
@@ -80,9 +82,9 @@ class PrefixWorker:
 
     def load(self, meta: StepMeta, report: WorkerReport) -> None:
         """Start this step's loads."""
-        if self.loader is not None:
-            self.loader.cancel(meta.prefix_cancel)
-            self._stats.loaded(self.loader.start(meta.prefix_load, report))
+        if (loader := self.loader) is not None:
+            self._isolated("start_load_kv", lambda: loader.cancel(meta.prefix_cancel))
+            self._isolated("start_load_kv", lambda: self._stats.loaded(loader.start(meta.prefix_load, report)))
 
     def after_forward(self, meta: StepMeta, report: WorkerReport) -> None:
         """This step's tokens are computed (or queued on the GPU)."""
@@ -91,10 +93,13 @@ class PrefixWorker:
 
     def poll(self, report: WorkerReport) -> None:
         """What the sessions have to tell."""
-        if self.writer is not None:
-            self.writer.poll(report)
-        if self.loader is not None:
-            self._stats.loaded(self.loader.poll(report))
+        if (writer := self.writer) is not None:
+            self._isolated("get_finished", lambda: writer.poll(report))
+        if (loader := self.loader) is not None:
+            self._isolated("get_finished", lambda: self._stats.loaded(loader.poll(report)))
+
+    def _isolated(self, hook: str, part: Callable[[], None]) -> None:
+        isolated(self._stats, hook, part, None)
 
     def finished(self, req_ids: set[str], sent: set[str], offers: Offers | None) -> set[str]:
         """Requests whose blocks the engine may have back; see :meth:`PrefixWriter.finished`."""

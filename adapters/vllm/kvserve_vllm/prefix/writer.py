@@ -65,10 +65,15 @@ class PrefixWriter:
 
     def store(self, orders: Iterable[PrefixStore], report: WorkerReport) -> None:
         """The forward pass that computed these cells is queued: publish them."""
-        for order in orders:
+        given = list(orders)
+        for order in given:  # the scheduler waits for their blocks, however this ends
             self._by_request.setdefault(order.req_id, set())
-            for number, names in order.cells.items():
-                self._open(order, number * SEGMENT_TOKENS, names[self._rank], report)
+        for order in given:
+            try:
+                for number, names in order.cells.items():
+                    self._open(order, number * SEGMENT_TOKENS, names[self._rank], report)
+            except Exception:  # one order's trouble: the others are carried out
+                log.exception("cells of request %r are not stored", order.req_id)
 
     def _open(self, order: PrefixStore, start: int, name: str, report: WorkerReport) -> None:
         stop = start + SEGMENT_TOKENS
@@ -80,12 +85,18 @@ class PrefixWriter:
             cell.kept.extend(self._copies(cell))
             self._cells[name] = cell
             self._session().open(name, stop, order.decision, start=start)
+            self._by_request[order.req_id].add(name)
+            self._session().ready(name, range(start, stop), self._fence())
         except Exception as error:  # noqa: BLE001  # a cell that is not stored is computed again another time
-            self._cells.pop(name, None)
-            report.prefix_stored.append(PrefixStored(name, None, f"{type(error).__name__}: {error}"))
-            return
-        self._by_request[order.req_id].add(name)
-        self._session().ready(name, range(start, stop), self._fence())
+            self._fail(name, order.req_id, f"{type(error).__name__}: {error}", report)
+
+    def _fail(self, name: str, req_id: str, reason: str, report: WorkerReport) -> None:
+        opened = name in self._by_request[req_id]
+        self._close(name)
+        if opened:
+            self._session().abort(name, reason)  # the session tells the reason
+        else:
+            report.prefix_stored.append(PrefixStored(name, None, reason))
 
     def _copies(self, cell: Cell) -> list[tuple[Region, Tensor]]:
         """Sliding windows: their blocks are given to other requests while this one still runs."""
@@ -100,10 +111,11 @@ class PrefixWriter:
 
     def drop(self, req_ids: Iterable[str]) -> None:
         """Give up what is not encoded yet: after this call no thread reads the blocks of these requests."""
-        for req_id in req_ids:
-            for name in list(self._by_request.get(req_id, ())):
-                self._close(name)
-                self._session().abort(name, "preempted")
+        names = [name for req_id in req_ids for name in self._by_request.get(req_id, ())]
+        for name in names:
+            self._close(name)
+        for name in names:
+            self._session().abort(name, "preempted")
 
     def poll(self, report: WorkerReport) -> None:
         """What the session has to tell."""

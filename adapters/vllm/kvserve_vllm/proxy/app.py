@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http.cookiejar import DefaultCookiePolicy
 
 import anyio
@@ -37,7 +37,8 @@ class Options:
     """Servers by role, the quality floor of requests that name none, and how long to wait for what.
 
     health_every_s: between two checks of a server. health_timeout_s: for its answer. connect_timeout_s: to any server.
-    classifier: names the workload of requests that do not; the engines see token ids only.
+    classifier: names the workload of requests that do not; the engines see token ids only. api_key: for the proxy's own
+    questions to decode servers; requests carry their clients' keys.
     """
 
     prefill: tuple[str, ...]
@@ -49,6 +50,7 @@ class Options:
     connect_timeout_s: float = 2.0
     max_body_bytes: int = 16 * 2**20
     classifier: WorkloadClassifier | None = None
+    api_key: str = field(default="", repr=False)
 
 
 def _announced(request: Request) -> int:
@@ -83,7 +85,8 @@ class Proxy:
     @asynccontextmanager
     async def running(self, app: Starlette) -> AsyncIterator[None]:
         """Checks every server while the application runs."""
-        health = Health(self.client, self.options.health_every_s, self.options.health_timeout_s)
+        given = self.options
+        health = Health(self.client, given.health_every_s, given.health_timeout_s, given.api_key)
         async with self.client, anyio.create_task_group() as group:
             for server in self.servers:
                 group.start_soon(health.watch, server)

@@ -21,6 +21,10 @@ Floor = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Quality floor of requests that name none; default: that of the settings."),
 ]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(help="File with the servers' --api-key, for what the proxy itself asks of them."),
+]
 
 
 def vllm_proxy(
@@ -32,6 +36,7 @@ def vllm_proxy(
     prefill_timeout: Annotated[str, typer.Option(help="After it the decode server computes alone.")] = "120s",
     health_interval: Annotated[str, typer.Option(help="Between two checks of a server.")] = "2s",
     max_body: Annotated[str, typer.Option(help="Larger requests are refused; each is held whole.")] = "16MiB",
+    api_key_file: KeyFile = None,
     config: Annotated[Path | None, typer.Option(help="A settings file, instead of KVSERVE_CONFIG.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -47,6 +52,7 @@ def vllm_proxy(
         _seconds(health_interval, "health-interval"),
         max_body_bytes=_bytes(max_body, "max-body"),
         classifier=None if chosen is None else default_registry().create("workload", chosen, "classifier"),
+        api_key="" if api_key_file is None else _key(api_key_file),
     )
     logging.basicConfig(level=_level(log_level), format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request, health checks too
@@ -86,6 +92,16 @@ def _bytes(text: str, option: str) -> int:
     if not size:
         raise ConfigError(f"{text!r} must be above 0; write for example '16MiB'", option)
     return size
+
+
+def _key(file: Path) -> str:
+    try:
+        key = file.read_text("ascii").strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{str(file)!r} cannot be read: {error}; name a text file", "api-key-file") from None
+    if not key.isprintable() or not key or " " in key:
+        raise ConfigError(f"{str(file)!r} holds no key; expected one word in one line", "api-key-file")
+    return key
 
 
 def _level(text: str) -> int:

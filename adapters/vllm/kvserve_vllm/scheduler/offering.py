@@ -175,22 +175,32 @@ class Offering:
         found = self._deployment.acceptable(self._profiles, peer)
         return found if peer is not None else self._unsettled.refusals.without(found)
 
+    def holds(self, req_id: str) -> bool:
+        """Whether the workers need the blocks of a request that has not ended yet, and will hand them back."""
+        wanted = self._wanted.get(req_id)
+        return wanted is not None and wanted.transfer_id is not None
+
+    def give_up(self, req_id: str) -> None:
+        """The request ended and its answer names no transfer: workers that hold its blocks are to hand them back."""
+        self._wanted.pop(req_id, None)
+        self._drops[req_id] = BROKEN
+
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """``(keep its blocks, what the router gets)``. The workers hand the blocks back once they are encoded."""
         wanted = self._wanted.pop(request.request_id, None)
         if wanted is None or wanted.transfer_id is None:
             return False, None
-        if problem := self._problem(wanted, request):
-            self._drops[request.request_id] = problem
-            return True, None
         try:
-            return True, self._answer(wanted)
+            problem = self._problem(wanted, request)
+            answered = None if problem else self._answer(wanted)
         except Exception:  # the workers hold its blocks: they must give them back, whatever is answered
             log.exception("request %r is answered without its transfer", request.request_id)
             self._stats.hook_failed("request_finished")
             self._late.pop(request.request_id, None)
-            self._drops[request.request_id] = BROKEN
-            return True, None
+            problem, answered = BROKEN, None
+        if problem:
+            self._drops[request.request_id] = problem
+        return True, answered
 
     def _answer(self, wanted: Wanted) -> dict[str, Any]:
         if wanted.announced < wanted.total:

@@ -117,13 +117,29 @@ class SchedulerSide:
         self._isolated("request_finished", lambda: self._pollution.finished(request.request_id))
         if (fetching := self._fetching) is not None:
             self._isolated("request_finished", lambda: fetching.finished(request))
-        keep, answer = self._offering.finished(request) if self._offering is not None else (False, None)
+        keep, answer = self._end_offer(request, params)
         if answer is None and params.describe:
             peer = next((rank.peer for rank in self._ranks if rank.peer is not None), None)
             answer = description(peer) if peer is not None else None
         if (prefixes := self._prefixes) is not None:
-            keep |= isolated(self.stats, "request_finished", lambda: prefixes.finished(request), False)
+            needed = self._held(prefixes, request.request_id, True)
+            keep |= isolated(self.stats, "request_finished", lambda: prefixes.finished(request), needed)
         return keep, answer
+
+    def _end_offer(self, request: Any, params: TransferParams) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks that the workers hold stay theirs whatever fails: the engine ends when it is handed back what it has
+        freed already."""
+        offering, req_id = self._offering, request.request_id
+        if offering is None:
+            return False, None
+        needed = self._held(offering, req_id, params.offer)
+        ended = isolated(self.stats, "request_finished", lambda: offering.finished(request), None)
+        if ended is None:
+            self._isolated("request_finished", lambda: offering.give_up(req_id))
+        return ended or (needed, None)
+
+    def _held(self, half: Offering | Prefixes, req_id: str, in_doubt: bool) -> bool:
+        return isolated(self.stats, "request_finished", lambda: half.holds(req_id), in_doubt)
 
     def _isolated(self, hook: str, part: Callable[[], None]) -> None:
         isolated(self.stats, hook, part, None)

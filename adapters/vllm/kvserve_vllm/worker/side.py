@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -26,8 +27,7 @@ from kvserve_vllm.worker.loads import Ended, Loads
 from kvserve_vllm.worker.offers import Offers
 
 log = logging.getLogger(__name__)
-
-
+T = TypeVar("T")
 IDLE_S = 0.004
 """How long a step in which nothing is computed may wait for a load to end: an engine that steps on and on takes the
 interpreter from the threads that load, and they then take several times as long."""
@@ -48,6 +48,8 @@ class WorkerSide:
         self._info: RankInfo | None = None
         self._report = WorkerReport()
         self._idle = False
+        self._ended: set[str] = set()
+        self._let_go: set[str] = set()
         self.offers: Offers | None = None
         self.loads: Loads | None = None
         self.prefix: PrefixWorker | None = None
@@ -115,11 +117,11 @@ class WorkerSide:
     def before_batch(self, meta: StepMeta) -> None:
         """Before any block that a request lost can be overwritten."""
         if (offers := self.offers) is not None:
-            offers.drop(meta.drop)
+            self._isolated("handle_preemptions", lambda: offers.drop(meta.drop))
             self._isolated("handle_preemptions", lambda: offers.poll(self._report))
             for op in meta.open:
-                offers.open(op, self._report)
-            offers.grow(meta.grow)
+                self._isolated("handle_preemptions", partial(offers.open, op, self._report))
+            self._isolated("handle_preemptions", lambda: offers.grow(meta.grow))
         if (prefix := self.prefix) is not None:
             self._isolated("handle_preemptions", lambda: prefix.before_batch(meta))
 
@@ -141,23 +143,43 @@ class WorkerSide:
             self._isolated("wait_for_save", lambda: prefix.after_forward(meta, self._report))
 
     def finished(self, req_ids: set[str]) -> tuple[set[str], Ended]:
-        """Requests whose blocks the engine may have back, and loads that ended."""
+        """Requests whose blocks the engine may have back, and loads that ended.
+
+        A part that fails says nothing: what it holds stays with it until it can. Each is told once only, so what the
+        others said must get through.
+        """
         sent: set[str] = set()
         ended = Ended()
         if (offers := self.offers) is not None:
             self._isolated("get_finished", lambda: offers.poll(self._report))
-            sent = offers.finished(req_ids)
+            sent = self._said(lambda: offers.finished(req_ids), sent)
         if (loads := self.loads) is not None:
             if self._idle:
-                loads.rest(IDLE_S)
+                self._isolated("get_finished", lambda: loads.rest(IDLE_S))
             self._isolated("get_finished", lambda: self.stats.loaded(loads.poll(self._report)))
-            ended = loads.ended.take()
+            ended = self._said(loads.ended.take, ended)
         if (prefix := self.prefix) is not None:
             self._isolated("get_finished", lambda: prefix.poll(self._report))
-            sent = prefix.finished(req_ids, sent, self.offers)
-            ended.join(prefix.ended())
-        self.stats.held(self._producer.budget.held_bytes if self._producer is not None else 0)
+            sent = self._given_back(prefix, req_ids, sent)
+            self._isolated("get_finished", lambda: ended.join(prefix.ended()))
+        self._isolated("get_finished", self._count_held)
         return sent, ended
+
+    def _given_back(self, prefix: PrefixWorker, req_ids: set[str], sent: set[str]) -> set[str]:
+        """While the store half cannot say which blocks it still reads, none are given back; then all of them."""
+        self._ended |= req_ids
+        self._let_go |= sent
+        given = self._said(lambda: prefix.finished(self._ended, self._let_go, self.offers), None)
+        if given is None:
+            return set()
+        self._ended, self._let_go = set(), set()
+        return given
+
+    def _count_held(self) -> None:
+        self.stats.held(self._producer.budget.held_bytes if self._producer is not None else 0)
+
+    def _said(self, part: Callable[[], T], default: T) -> T:
+        return isolated(self.stats, "get_finished", part, default)
 
     def _isolated(self, hook: str, part: Callable[[], None]) -> None:
         isolated(self.stats, hook, part, None)
