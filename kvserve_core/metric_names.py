@@ -33,7 +33,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("wire_bytes", "counter", "Bytes on the wire for them: frames with all metadata."),
     Metric("transfers", "counter", "Transfers that ended, by side and whether they came through.", ("side", "ok")),
     Metric("decisions", "counter", "Profiles chosen, with the one-word reason.", ("profile", "reason")),
-    Metric("fallbacks", "counter", "Steps down: codec (not decodable by the consumer), raw, recompute.", ("rung",)),
+    Metric("fallbacks", "counter", "Steps down: profile, codec (not decodable there), raw, recompute.", ("rung",)),
     Metric("hook_failures", "counter", "Engine hooks that failed; the engine went on without them.", ("hook",)),
     Metric("slo_misses", "counter", "Requests whose transfer ended after their deadline."),
     Metric("lossy_cache_tokens", "counter", "Prompt tokens served from lossy entries of the engine's prefix cache."),
