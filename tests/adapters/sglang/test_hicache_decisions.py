@@ -53,10 +53,9 @@ def test_a_store_that_reads_slower_than_was_assumed_is_given_less_to_read(tmp_pa
     pool = host_pool("mha", "layer_first")
     with storage("mha", pool, config(tmp_path, priors={LINK: "100Gbps"}, transport=slow)) as made:
         links = made._cache.deployment.controller.links
-        raw = total(fill(pool, WRITTEN))
+        fill(pool, WRITTEN)
         assert made.batch_set_v1(keys_of(3), slots(WRITTEN)) == [True] * 3
-        before = stored_bytes(tmp_path)
-        assert before >= raw
+        before = stored_bytes(tmp_path)  # raw or lossless: speeds were measured here a moment ago
         assert links.estimate(LINK) == 12.5e9, "what is written says nothing of reading"
         assert made.batch_get_v1(keys_of(3), slots(READ)) == [True] * 3
         assert links.estimate(LINK) < 10e6
