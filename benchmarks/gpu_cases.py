@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,16 +77,18 @@ def size_of(batch: Batch) -> int:
     return sum(x.numel() * 2 for _, x in batch)
 
 
-def split(batch: Batch, limit: int) -> list[Batch]:
+def split(
+    items: Iterable[Any], limit: int, size: Callable[[Any], int] = lambda item: item[1].nbytes
+) -> list[list[Any]]:
     """Batches of at most ``limit`` original bytes, as a producer makes them."""
-    out: list[Batch] = [[]]
+    out: list[list[Any]] = [[]]
     room = limit
-    for item in batch:
-        if (size := item[1].numel() * 2) > room:
+    for item in items:
+        if out[-1] and size(item) > room:
             out.append([])
             room = limit
         out[-1].append(item)
-        room -= size
+        room -= size(item)
     return out
 
 

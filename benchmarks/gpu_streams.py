@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import triton
 from gpu import ANS, HEAD, LARGE, LOSSLESS
-from gpu_cases import CUDA, DIM, HEADS, LAYERS, STAGED, device_gbs, host_ms, mixhq, pipeline, uniform
+from gpu_cases import CUDA, DIM, HEADS, LAYERS, STAGED, device_gbs, host_ms, mixhq, pipeline, split, uniform
 from gpu_interference import BUDGETS, interference
 from nvcomp_codec import nvcomp_version
 from torch import Tensor
-from xxhash import xxh3_64_digest
 
-from kvserve_core.bodies import PIECE
+from kvserve_core.bodies import PIECE, host_bytes
+from kvserve_core.bodies import piece_hashes as host_hashes
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.policy import Decision, Outcome, ServiceContext
 from kvserve_core.session import Freed, Producer
@@ -129,8 +129,8 @@ def _produced(made: Pipeline, cache: dict[str, Tensor], tokens: int, kind: type[
         transport.release(endpoint.address, str(i), (0, 1), None)
         until(producer.poll, Outcome)
     producer.close()
-    _, planned = made.header("r", tokens, "p")
-    batches, codebook = _cut(made, planned), Codebook(made.header("r", tokens, "p")[0])
+    header, planned = made.header("r", tokens, "p")
+    batches, codebook = split(planned, STAGED, lambda p: made.kv.nbytes(p.at)), Codebook(header)
 
     def one_by_one() -> None:
         for batch in batches:
@@ -145,26 +145,13 @@ def _produced(made: Pipeline, cache: dict[str, Tensor], tokens: int, kind: type[
     }  # fmt: skip
 
 
-def _cut(made: Pipeline, planned: list[Any]) -> list[list[Any]]:
-    out: list[list[Any]] = [[]]
-    room = STAGED
-    for p in planned:
-        if (size := made.kv.nbytes(p.at)) > room:
-            out.append([])
-            room = STAGED
-        out[-1].append(p)
-        room -= size
-    return out
-
-
 def digests() -> dict[str, Any]:
     """GB/s of bytes digested on the GPU, by itself and with the host's share, and on the host."""
     bodies = [torch.randint(0, 256, (32 * 2**20,), dtype=torch.uint8, device=CUDA) for _ in range(8)]
     data = bodies[0].cpu().numpy().tobytes()
-    pieces = [data[i : i + PIECE] for i in range(0, len(data), PIECE)]
     odd = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=CUDA) for n in (64, 192, 256, PIECE + 64, 5 * PIECE)]
     t0 = time.perf_counter()
-    on_host = b"".join(map(xxh3_64_digest, pieces))
+    on_host = host_hashes(data)
     host_s = time.perf_counter() - t0
     one = host_ms(lambda: piece_hashes(bodies[:1]))
     return {
@@ -182,8 +169,7 @@ def _hashes_queued(bodies: Sequence[Tensor]) -> Tensor:
 
 
 def _same(x: Tensor) -> bool:
-    data = x.cpu().numpy().tobytes()
-    return piece_hashes([x])[0] == b"".join(xxh3_64_digest(data[i : i + PIECE]) for i in range(0, len(data), PIECE))
+    return piece_hashes([x])[0] == host_hashes(host_bytes(x))
 
 
 def bars(found: dict[str, Any]) -> list[dict[str, Any]]:

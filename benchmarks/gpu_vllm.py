@@ -28,6 +28,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 import torch
 from gpu_serving import engines, figures, library, model
+from vllm_serving.timed import Timed, named
 
 from vllm_engines import EngineProcess, Setup
 
@@ -38,7 +39,6 @@ LENGTHS = (1024, 8192, 16384)
 TOKENS = 8
 """Answer length."""
 FIXED = "hadamard-mixhq"
-RAW_ONLY = {"quantizer:identity": [1], "codec:raw": [1]}
 GPU_ENV = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "4",
     "CUDA_DEVICE_MAX_CONNECTIONS": "8",
@@ -46,20 +46,9 @@ GPU_ENV = {
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One request, in seconds from when the prefill engine was asked; the rest as the sessions say."""
+class Heard(Timed):
+    """Seconds from when the prefill engine was asked; the rest as the sessions say."""
 
-    way: str
-    profile: str
-    ttft_s: float
-    jct_s: float
-    prefill_s: float
-    raw_bytes: int = 0
-    wire_bytes: int = 0
-    encode_s: float = 0.0
-    transfer_s: float = 0.0
-    decode_s: float = 0.0
-    load_s: float = 0.0
     ok: bool = False
 
 
@@ -70,12 +59,11 @@ class Bench:
         self.decode, self._vocab, self._draw = decode, vocab, random.Random(0)
         self.peer: dict[str, Any] = decode.call(engines.peer)
 
-    def request(self, prefill: EngineProcess, way: str, link: str, length: int) -> Timed:
+    def request(self, prefill: EngineProcess, way: str, link: str, length: int) -> Heard:
         """One request by one way; the engines are at rest before and after."""
         prompt = [self._draw.randrange(3, self._vocab) for _ in range(length)]
-        known = self.peer | ({"reads": RAW_ONLY, "link": f"{link} raw"} if way == "raw" else {"link": f"{link} {way}"})
         prefill.call(engines.force, FIXED if way == "fixed" else None)
-        table = {"transfer_id": uuid.uuid4().hex, "peer": known}
+        table = {"transfer_id": uuid.uuid4().hex, "peer": named(self.peer, f"{link} {way}", way == "raw")}
         began, offered, params = prefill.call(engines.offer, prompt, table)
         profile = params["kvserve"]["locator"]["profile"] if params else ""
         _, stamps = self.decode.call(engines.take, prompt, params, TOKENS)
@@ -89,7 +77,7 @@ class Bench:
             got = consumed[-1]
             more = {n: got[n] for n in ("raw_bytes", "wire_bytes", "transfer_s", "decode_s", "ok")}
             more |= {"load_s": got["total_s"], "encode_s": produced[-1]["encode_s"]}
-        return Timed(way, profile, stamps[0] - began, stamps[-1] - began, offered - began, **more)
+        return Heard(way, stamps[0] - began, stamps[-1] - began, offered - began, profile, **more)
 
     def link(self, prefill: EngineProcess, name: str, rate: float | None, given: argparse.Namespace) -> dict[str, Any]:
         """All lengths over one link."""
@@ -102,7 +90,7 @@ class Bench:
                 print("no time for", name, length, file=sys.stderr, flush=True)
                 return found
             ways = ["kvserve", "raw", *(["fixed"] if name.startswith("ipc") or given.cpu else [])]
-            taken: dict[str, list[Timed]] = {way: [] for way in ways}
+            taken: dict[str, list[Heard]] = {way: [] for way in ways}
             for number in range(given.rounds):
                 for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                     taken[way].append(self.request(prefill, way, name, length))
@@ -111,13 +99,12 @@ class Bench:
         return found
 
 
-def start(folder: Path, config: dict[str, Any], role: str, extra: dict[str, Any], cpu: bool) -> EngineProcess:
+def start(folder: Path, role: str, extra: dict[str, Any], cpu: bool) -> EngineProcess:
     """Engines come up at the same time; the first call waits."""
     llm: dict[str, Any] = {"load_format": "dummy", "max_model_len": 17408 if not cpu else 2048}
     if not cpu:
         llm |= {"dtype": "bfloat16", "block_size": 16, "gpu_memory_utilization": 0.3, "max_num_seqs": 16}
         llm |= {"kv_cache_memory_bytes": 12 * 2**30}
-    del config
     return EngineProcess(Setup(folder, role, extra, llm=llm, env={} if cpu else GPU_ENV))
 
 
@@ -134,11 +121,11 @@ def run(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         libraries[name] = library.library(kv, device, name == "cuda_ipc", given.measured)
         libraries[name].save(work / f"{name}.kvlib")
         extra = {**common, "library": str(work / f"{name}.kvlib"), "transport": {"name": name}}
-        prefills[name] = start(folder, config, "kv_producer", extra, given.cpu)
+        prefills[name] = start(folder, "kv_producer", extra, given.cpu)
         decode_extra["library"] = extra["library"]
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    decode = start(folder, config, "kv_consumer", decode_extra, given.cpu)
+    decode = start(folder, "kv_consumer", decode_extra, given.cpu)
     everyone = [*prefills.values(), decode]
     try:
         for engine in everyone:
@@ -169,7 +156,8 @@ def _result(
 ) -> dict[str, Any]:
     rows = {name: [_plain(p) for p in lib.profiles] for name, lib in libraries.items()}
     table = {row["name"]: row for row in rows.get("cuda_ipc") or rows["tcp"]}
-    bars = figures.bars(links, table, FIXED)
+    crossings = figures.break_even(links, table, FIXED)
+    bars = figures.bars(links, crossings)
     return {
         "benchmark": "gpu_vllm",
         "bars": bars,
@@ -177,7 +165,7 @@ def _result(
         "what": f"{config['num_hidden_layers']} layers of {config['num_key_value_heads']} KV heads, prompts of"
         f" {given.lengths} + {TOKENS} tokens, medians of {given.rounds} rounds; quality not measured (made-up weights)",
         "links": links,
-        "break_even": figures.break_even(links, table, FIXED),
+        "break_even": crossings,
         "library": rows,
         "rounds_s": round(time.monotonic() - began, 1),
         "versions": versions | {"python": platform.python_version()},

@@ -32,23 +32,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "adapters" / "sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "adapters" / "sglang"))
 
-import servers  # noqa: E402  # the folder above
-from servers import Server  # noqa: E402
-from sglang_serving import mooncake  # noqa: E402
-from sglang_serving.client import Pair, Timed, ask, prompt, tokens_of  # noqa: E402
+import servers
+from servers import Server
+from sglang_serving import mooncake
+from sglang_serving.client import Pair, Timed, ask, prompt, tokens_of
 
-from kvserve_hf.convert import smollm2  # noqa: E402
+from kvserve_hf.convert import smollm2
 
 WAYS = ("kvserve", "exact", "raw", "mooncake")
 FLAGS = ("--disable-overlap-schedule", "--dtype", "bfloat16", "--max-total-tokens", "8192", "--sleep-on-idle")
 EXACT = {"min_quality": 1.0}
 RAW = '{"name": "static", "configuration": {"profile": "raw"}}'
 INSIDE = "KVSERVE_BENCH_INSIDE"
-
-
 WANTED = (
     ("wire bytes through the controller over mooncake's", "kvserve", "wire_bytes", 0.4),
     ("wire bytes of exact profiles over mooncake's", "exact", "wire_bytes", 0.8),
@@ -74,7 +71,7 @@ def over(rounds: Mapping[str, Sequence[Timed]], ours: str, theirs: str, field: s
 
 
 @contextmanager
-def pairs(ways: Sequence[str], mbps: float, logs: Path) -> Iterator[dict[str, Pair]]:
+def pairs(ways: Sequence[str], logs: Path) -> Iterator[dict[str, Pair]]:
     """A pair of running servers for each way. kvserve's share the decode server, which reads what it is sent."""
     found: dict[str, Pair] = {}
     model = smollm2()
@@ -110,7 +107,7 @@ def run(given: argparse.Namespace, logs: Path) -> dict[str, Any]:
     source = (prompt(seed, given.sentences) for seed in itertools.count())
     learning: dict[str, list[Timed]] = {}
     rounds: dict[str, list[Timed]] = {way: [] for way in given.ways}
-    with pairs(given.ways, given.mbps, logs) as found:
+    with pairs(given.ways, logs) as found:
         for way, pair in found.items():
             learning[way] = [ask(pair, next(source)) for _ in range(given.learn)]
         for number in range(given.rounds):

@@ -32,7 +32,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from vllm_serving.clients import OUTPUT_TOKENS, PROMPT_TOKENS, Clients, Timed, prompts
+from vllm_serving.clients import OUTPUT_TOKENS, PROMPT_TOKENS, Clients, prompts
+from vllm_serving.timed import Timed
 from vllm_serving.tpot import measure_tpot
 
 import vllm_servers as servers

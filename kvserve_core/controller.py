@@ -28,8 +28,7 @@ from kvserve_core.menu import Item, Menu, price
 from kvserve_core.model_time import LoadDecision, ModelTime, cannot_load, weigh
 from kvserve_core.overlap import Form
 from kvserve_core.policy import RAW, Candidate, Choice, Decision, Outcome, Policy, ServiceContext
-from kvserve_core.pricing import Priced, spent
-from kvserve_core.pricing import refusal as refusal_of
+from kvserve_core.pricing import Priced, refusal, spent
 
 PRIOR_BANDWIDTH = 1.25e9
 """10 Gbps, in bytes/s."""
@@ -144,7 +143,7 @@ class Controller:
         Failed transfers only reach the policy: what they took says nothing of the link or the profile. Reports that
         cannot be true (see :func:`~kvserve_core.pricing.refusal`) are dropped.
         """
-        if reason := refusal_of(outcome):
+        if reason := refusal(outcome):
             self._count(False)
             self._say_once(f"report {reason.split()[0]}", f"dropped a report on {outcome.transfer_id!r:.80}: {reason}")
             return
@@ -198,8 +197,8 @@ class Controller:
         name = load.profile if profile is None else profile
         self._check_names((name,), "profile")
         chosen = self._priced[name]
-        if refusal := self._filter.refusal(chosen.profile, Request(*menu_key(context))):
-            return cannot_load(tokens, f"{name}: {refusal}", load, self.model.prefill_s(tokens))
+        if reason := self._filter.refusal(chosen.profile, Request(*menu_key(context))):
+            return cannot_load(tokens, f"{name}: {reason}", load, self.model.prefill_s(tokens))
         encode_s, decode_s, wire = chosen.costs(context.nbytes)
         fixed_encode_s, fixed_s, _ = chosen.costs(0)
         if profile is None:

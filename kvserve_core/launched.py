@@ -63,7 +63,7 @@ class Launched:
         settled = [self._settle(*each) for each in _read(self._drafts)]
         if on_device:
             return self._on_device(settled)
-        if self._drafts and self._drafts[0].x.is_cuda:
+        if self._stream is not None:
             return self._brought(settled)
         data = on_host([t for s in settled if isinstance(s, Settled) for t in s.data])
         taken = 0
@@ -132,9 +132,8 @@ def _read(drafts: Sequence[Draft]) -> list[tuple[Draft, list[int], bool]]:
 def _together(each: Sequence[Tensor]) -> Tensor:
     """0-d tensors as one. Those of a batch are mostly pieces of one already, and need no kernel."""
     whole = each[0]._base
-    if whole is None or whole.shape != (len(each),) or not whole.is_contiguous():
-        return torch.stack(list(each))
-    if all(x._base is whole and x.storage_offset() == i for i, x in enumerate(each)):
+    pieces = all(x._base is whole and x.storage_offset() == i for i, x in enumerate(each))
+    if whole is not None and pieces and whole.shape == (len(each),) and whole.is_contiguous():
         return whole
     return torch.stack(list(each))
 

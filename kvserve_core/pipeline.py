@@ -242,7 +242,7 @@ class Pipeline:
         ]
         blobs = [as_bytes(s) if c else None for s, c in zip(streams, settled.coded, strict=True)]
         meta, body = pack(stages, parts, blobs)
-        if planned.chain == RAW_CHAIN_ID or (len(meta) + len(body) < draft.x.nbytes and len(meta) <= MAX_META):
+        if _pays(draft, meta, len(body)):
             return Segment(planned.index, planned.at, planned.chain, meta, body)
         return self.raw(planned, draft.x)
 
@@ -260,14 +260,11 @@ class Pipeline:
         """A settled segment with its metadata, or the same raw where that is no larger."""
         draft = s.draft
         meta = pack_meta(draft.stages, draft.parts, [x.nbytes for x in s.streams], s.coded)
-        raw = draft.planned.chain == RAW_CHAIN_ID
-        if raw or (len(meta) + body_bytes(s.data) < draft.x.nbytes and len(meta) <= MAX_META):
+        if _pays(draft, meta, body_bytes(s.data)):
             return meta, s
-        stages, quantized = self._chains.bound(RAW_CHAIN_ID, draft.planned.at).quantize(draft.x, draft.planned.at)
-        planned = replace(draft.planned, chain=RAW_CHAIN_ID)
-        plain = Draft(planned, draft.x, stages, quantized.parts, (), None)
-        data = [v for params in stages for v in params.values()] + [p.codes for p in quantized.parts]
-        return self._smaller(Settled(plain, [False] * len(quantized.parts), data))
+        plain = self._quantize(replace(draft.planned, chain=RAW_CHAIN_ID), draft.x)
+        data = [v for params in plain.stages for v in params.values()] + [p.codes for p in plain.parts]
+        return self._smaller(Settled(plain, [False] * len(plain.parts), data))
 
     def raw(self, planned: Planned, x: Tensor) -> Segment:
         """The segment as it is in the cache."""
@@ -281,6 +278,12 @@ def _extent(lane: Lane, total: int, start: int) -> Region:
     start = max(start, total - lane.group.window) if lane.group.window else start
     stop = 1 if state else total
     return Region(lane.group.id, lane.plane.name, lane.layers, lane.heads, 0 if state else start, stop)
+
+
+def _pays(draft: Draft, meta: bytes, nbytes: int) -> bool:
+    """Whether a segment with a body of so many bytes goes as it is: it is smaller than raw, or is raw."""
+    smaller = len(meta) + nbytes < draft.x.nbytes and len(meta) <= MAX_META
+    return smaller or draft.planned.chain == RAW_CHAIN_ID
 
 
 def _finite(x: Tensor) -> Tensor:

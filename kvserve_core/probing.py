@@ -79,16 +79,16 @@ def measure(transport: Transport, address: str, rounds: int, deadline_s: float) 
         TransportError, LeaseLost: nothing is offered there, or it stopped.
     """
     fetch = over(transport, deadline_s)
-    nbytes, seconds = fetch(address)
-    each = [nbytes / seconds]
-    links = BandwidthEstimator(each[0], stale_s=0.0)
-    links.observe(address, nbytes, seconds)
+    each: list[float] = []
 
     def send(link: str) -> tuple[int, float]:
         nbytes, seconds = fetch(link)
         each.append(nbytes / seconds)
         return nbytes, seconds
 
+    first = send(address)
+    links = BandwidthEstimator(each[0], stale_s=0.0)
+    links.observe(address, *first)
     for _ in range(rounds - 1):
         links.probe(address, send)
     return links.estimate(address), each

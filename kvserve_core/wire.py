@@ -247,8 +247,8 @@ class Codebook:
             FrameError: malformed, or another region than expected. IntegrityError: its digest does not match.
         """
         where = expect or f"segment {sealed.index}"
-        head, body = memoryview(sealed.head), sealed.body
-        view = memoryview(body) if isinstance(body, Buffer) else None
+        head = memoryview(sealed.head)
+        body = memoryview(sealed.body) if isinstance(sealed.body, Buffer) else sealed.body
         if len(head) < DESCRIPTOR_BYTES or len(head) % ALIGN or len(body) % ALIGN:
             raise FrameError(f"segment of {len(head)} + {len(body)} bytes", where)
         index, chain, plane, flags, group, layers, heads, zero, start, stop, meta_len, body_len, zero2 = (
@@ -264,7 +264,7 @@ class Codebook:
         hashes = piece_hashes(host_bytes(body)) if sealed.hashes is None else sealed.hashes
         if sealed_digest(self.header.nonce, index, signed, hashes) != digest:
             raise IntegrityError("digest mismatch; the bytes changed on the way", where)
-        padded = view is not None and any(view[body_len:])
+        padded = isinstance(body, memoryview) and any(body[body_len:])
         if flags or zero or zero2 or any(head[end:]) or padded:
             raise FrameError("reserved bits or padding set", where)
         at = self.region(plane, group, layers, heads, start, stop, where)
@@ -272,8 +272,7 @@ class Codebook:
             raise FrameError(f"the segment covers {at}", where)
         if chain >= len(self.header.chains):
             raise FrameError(f"chain {chain} of {len(self.header.chains)}", where)
-        kept = body[:body_len] if view is None else view[:body_len]
-        return Segment(index, at, chain, bytes(head[DESCRIPTOR_BYTES:end]), kept)
+        return Segment(index, at, chain, bytes(head[DESCRIPTOR_BYTES:end]), body[:body_len])
 
     def region(self, plane: int, group: int, layers: int, heads: int, start: int, stop: int, where: object) -> Region:
         """The region that a descriptor or a table entry codes.

@@ -7,7 +7,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -50,7 +51,8 @@ class Engine:
 
     fail: a status for completions, or None. fail_transfers: one for those with a locator only. cut: break the answer
     off after so many pieces. hold_s: before a completion is answered. gate: pieces wait for :meth:`let_go`.
-    hangs: health checks are not answered. describe_fails: a status for the question who it is, or None.
+    hangs: health checks are not answered. describe_fails: a status for the question who it is, or None. app: what is
+    served: the known routes, unless a kind of engine puts itself in front of them.
     """
 
     def __init__(self, *, pieces: int = 3, describes: bool = True) -> None:
@@ -66,7 +68,7 @@ class Engine:
         self.describe_fails: int | None = None
         self.gate, self.gone, self.health_checks = False, 0, 0
         self.running = self.aborted = self.finished = 0
-        self.app = Starlette(
+        self.known = Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
@@ -75,6 +77,7 @@ class Engine:
                 Route("/tokenize", self._tokenize, methods=["POST"]),
             ]
         )
+        self.app: ASGIApp = self.known
 
     def let_go(self, pieces: int) -> None:
         """The first ``pieces`` pieces of an answer may leave."""
@@ -182,6 +185,12 @@ class Stand:
         answer = self.post(**body)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
+
+    @contextmanager
+    def streamed(self) -> Iterator[Iterator[str]]:
+        """The lines of a streamed answer as they come; who leaves early hangs up."""
+        with self.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            yield (line for line in answer.iter_lines() if line)
 
     def metric(self, line: str) -> float:
         """The value of ``name`` or ``name{label="value"}`` on /metrics; 0 where it is not there yet."""

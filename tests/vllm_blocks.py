@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec
+from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, whole
+from kvserve_vllm.layout import Cell, dense
+from kvserve_vllm.placement import LayerCache, Placement
 
 HEADS, DIM, TOKENS, BLOCKS, WINDOW = 2, 8, 16, 40, 24
 PLANES = tuple(PlaneSpec(name, HEADS, (PlanePart(name, DIM),), DType.F32) for name in ("k", "v"))
@@ -18,6 +23,21 @@ def caches() -> list[Tensor]:
     return [torch.randn(BLOCKS, HEADS, TOKENS, 2 * DIM) for _ in range(3)]
 
 
+def placed(found: Sequence[Tensor]) -> Placement:
+    """All layers of the model over their caches."""
+    cell = Cell(HEADS, DIM, DIM)
+    layers = {i: LayerCache(f"l.{i}", i % 2, TOKENS, dense(cache, cell)) for i, cache in enumerate(found)}
+    return Placement(KV, whole(KV), layers)
+
+
 def tables() -> tuple[list[int], list[int]]:
     """Blocks of a prompt, by pool."""
     return list(range(1, 20)), list(range(20, 39))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Polls; fails the test when it does not come."""
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)

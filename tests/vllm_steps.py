@@ -22,6 +22,7 @@ from kvserve_vllm.metadata import Profile, RankInfo
 from kvserve_vllm.scheduler.offering import Offering
 from kvserve_vllm.scheduler.side import SchedulerSide
 from kvserve_vllm.spec import ServedModel
+from kvserve_vllm.stats import StatsBuffer
 
 KV = dense()
 LENGTH = 200
@@ -102,9 +103,9 @@ def both_halves() -> SchedulerSide:
     return made
 
 
-def failures(side: SchedulerSide) -> dict[str, float]:
+def failures(stats: StatsBuffer) -> dict[str, float]:
     """Hooks that failed, as they are reported."""
-    taken = side.stats.take()
+    taken = stats.take()
     assert taken is not None
     return {labels[0]: count for labels, count in taken.data.get("hook_failures", [])}
 

@@ -66,8 +66,8 @@ def rate(name: str) -> float | None:
     return None if last == "unlimited" else float(last.removesuffix("G")) * 1e9
 
 
-def bars(links: Mapping[str, Link], library: Mapping[str, Row], fixed: str) -> list[dict[str, Any]]:
-    """What must hold. library: of the device transport."""
+def bars(links: Mapping[str, Link], crossings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What must hold. crossings: of :func:`break_even`."""
     cells = [(name, length, cell) for name, by in links.items() for length, cell in by.items()]
     found = []
     for what in ("jct", "ttft"):
@@ -77,7 +77,7 @@ def bars(links: Mapping[str, Link], library: Mapping[str, Row], fixed: str) -> l
     if gains:
         least, where = min(gains)
         found.append(_bar(f"transfer time falls by, over cr, below 25 Gbps ({where})", least, 0.85, least >= 0.85))
-    for length, at in break_even(links, library, fixed).items():
+    for length, at in crossings.items():
         off = abs(at["measured_gbps"] / at["library_gbps"] - 1) if at["measured_gbps"] and at["library_gbps"] else 1.0
         found.append(_bar(f"measured break-even at {length} tokens, off B*", off, 0.15, off <= 0.15))
     return found
@@ -89,6 +89,8 @@ def _bar(name: str, value: float, bar: float, ok: bool) -> dict[str, Any]:
 
 def break_even(links: Mapping[str, Link], library: Mapping[str, Row], fixed: str) -> dict[str, dict[str, Any]]:
     """By length: where the lines of raw and of the fixed profile cross, and where the library says (Theorem 6.1).
+
+    library: of the device transport.
 
     Measured: least squares of load seconds over 1 / B on links that limit a device transport, plus the library's
     encode seconds, which the prefill engine spends before.

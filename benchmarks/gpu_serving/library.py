@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from gpu_cases import STAGED, split, uniform
 from torch import Tensor
 
-from kvserve_core.bodies import piece_hashes
+from kvserve_core.bodies import host_bytes, piece_hashes
 from kvserve_core.decoder import Decoder
-from kvserve_core.latency import Speed
 from kvserve_core.library import RAW_PROFILE, Profile, ProfileLibrary, QualityRecord
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.plan import Planned
-from kvserve_core.session.sealing import seal_all
+from kvserve_core.session.sealing import Hasher, seal_all
 from kvserve_core.spec import KVSpec, Region, whole
 from kvserve_core.speed import fit
 from kvserve_core.wire import Codebook
 
-Hashes = Callable[[Sequence[Tensor]], Sequence[bytes]]
 LARGE: dict[str, Any] = {"segment_tokens": 2048, "head_groups": 1, "layer_block": 14, "sink_tokens": 0}
 ANS = {"name": "nvcomp_ans", "configuration": {"chunk_bytes": 2**17, "batch_bytes": 2**27}}
 DUMMY = QualityRecord(value=1.0, lower=1.0, upper=1.0, metric="none: made-up weights", samples=1)
-BATCH = 256 * 10**6
-"""Original bytes of a batch."""
 
 
 class Cost(NamedTuple):
@@ -44,17 +41,12 @@ class Cost(NamedTuple):
 def chains(device: str) -> dict[str, dict[str, Any]]:
     """What the profiles are made of."""
     codec: Any = ANS if device == "cuda" else "zstd"
-    levels = {name: _uniform(n) for name, n in (("high", 8), ("low", 4))}
+    levels = {name: uniform(n) for name, n in (("high", 8), ("low", 4))}
     mixed = {"name": "mixhq", "configuration": {"scores": [[3.0, 2.0, 1.0, 0.0]], **levels}}
-    sixteen = _uniform(16)
     return {
-        "hadamard-16": {"transforms": ["hadamard"], "quantizer": sixteen, "codec": codec},
+        "hadamard-16": {"transforms": ["hadamard"], "quantizer": uniform(16), "codec": codec},
         "hadamard-mixhq": {"transforms": ["hadamard"], "quantizer": mixed, "codec": codec},
     }
-
-
-def _uniform(levels: int) -> dict[str, Any]:
-    return {"name": "uniform", "configuration": {"levels": levels, "axis": "token_head"}}
 
 
 def library(kv: KVSpec, device: torch.device, on_device: bool, lengths: Sequence[int]) -> ProfileLibrary:
@@ -66,7 +58,7 @@ def library(kv: KVSpec, device: torch.device, on_device: bool, lengths: Sequence
             chain["quantizer"]["configuration"]["scores"] *= layers
         cut = LARGE | {"layer_block": min(LARGE["layer_block"], layers)} if device.type == "cuda" else {}
         profiles.append(_measured(name, {"planes": {"*": chain}, **cut}, kv, device, on_device, lengths))
-    found = ProfileLibrary(
+    return ProfileLibrary(
         model_id=kv.model_id,
         fingerprint=kv.fingerprint,
         device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -74,7 +66,6 @@ def library(kv: KVSpec, device: torch.device, on_device: bool, lengths: Sequence
         provenance={"quality": "none: made-up weights", "bodies": "device" if on_device else "host"},
         profiles=tuple(profiles),
     )
-    return found
 
 
 def _measured(
@@ -96,13 +87,11 @@ def costs_of(pipeline: Pipeline, tokens: int, on_device: bool, repeats: int = 5)
     header, planned = pipeline.header("speed", tokens, "measured")
     decoder, book = Decoder(header, pipeline.kv, pipeline.device), Codebook(header)
     hashes = _hashes(pipeline.device)
-    data = [(p, _values(pipeline, p.at)) for p in planned]
+    batches = split([(p, _values(pipeline, p.at)) for p in planned], STAGED)
     encode, decode, wire = [], [], 0
     for _ in range(repeats + 2):
         began = time.perf_counter()
-        sealed = [
-            s for batch in batches(pipeline, data) for s in seal_all(book, pipeline.encode(batch, on_device), hashes)
-        ]
+        sealed = [s for batch in batches for s in seal_all(book, pipeline.encode(batch, on_device), hashes)]
         _wait(pipeline.device)
         encoded = time.perf_counter()
         for some in _groups(sealed, pipeline, planned):
@@ -116,22 +105,8 @@ def costs_of(pipeline: Pipeline, tokens: int, on_device: bool, repeats: int = 5)
     return Cost(header.raw_bytes, wire, statistics.median(encode[2:]), statistics.median(decode[2:]))
 
 
-def batches(pipeline: Pipeline, data: Sequence[tuple[Planned, Tensor]]) -> Iterable[list[tuple[Planned, Tensor]]]:
-    """Of at most 256 MB of original bytes."""
-    batch: list[tuple[Planned, Tensor]] = []
-    room = BATCH
-    for p, x in data:
-        size = pipeline.kv.nbytes(p.at)
-        if batch and size > room:
-            yield batch
-            batch, room = [], BATCH
-        batch.append((p, x))
-        room -= size
-    yield batch
-
-
 def _groups(sealed: Sequence[Any], pipeline: Pipeline, planned: Sequence[Planned]) -> Iterable[list[Any]]:
-    count = max(1, BATCH // pipeline.kv.nbytes(planned[0].at))
+    count = max(1, STAGED // pipeline.kv.nbytes(planned[0].at))
     return [list(sealed[i : i + count]) for i in range(0, len(sealed), count)]
 
 
@@ -142,19 +117,14 @@ def _values(pipeline: Pipeline, at: Region) -> Tensor:
     return torch.randn(shape, device=pipeline.device).to(dtype)
 
 
-def _hashes(device: torch.device) -> Hashes:
+def _hashes(device: torch.device) -> Hasher:
     if device.type == "cuda":
         from kvserve_plugins.kernels.digest import piece_hashes as on_gpu
 
         return on_gpu
-    return lambda bodies: [piece_hashes(bytes(b.numpy().data)) for b in bodies]
+    return lambda bodies: [piece_hashes(host_bytes(b)) for b in bodies]
 
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def seconds(speed: Speed, nbytes: float) -> float:
-    """Of one stage."""
-    return speed.seconds(nbytes)

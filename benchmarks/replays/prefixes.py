@@ -47,11 +47,8 @@ def ttft() -> tuple[Result, Result]:
 def breakdown() -> dict[str, dict[str, float]]:
     """Milliseconds of each stage of KVServe by dataset, as published for one bandwidth."""
     rows = csv.DictReader(io.StringIO(text("latency_breakdown.csv")))
-    return {r["Dataset"]: {k: float(r[k]) for k in r if k not in ("Dataset", "Method")} for r in rows if _ours(r)}
-
-
-def _ours(row: dict[str, str]) -> bool:
-    return row["Method"] == OURS
+    ours = [row for row in rows if row["Method"] == OURS]
+    return {r["Dataset"]: {k: float(r[k]) for k in r if k not in ("Dataset", "Method")} for r in ours}
 
 
 def readings(cells: Cells, parts: dict[str, float]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks/vllm_pd.py``."""
+"""Parts of ``benchmarks/vllm_pd.py``; ``gpu_vllm.py`` has its records."""

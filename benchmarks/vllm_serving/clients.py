@@ -7,7 +7,6 @@ import random
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,9 @@ import httpx
 
 import vllm_servers as servers
 from vllm_servers import MODEL, Process, wait_until
+from vllm_serving.timed import Timed, named
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1500, 16
-RAW_ONLY = {"quantizer:identity": [1], "codec:raw": [1]}
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One request: seconds as the client saw them, and what the decode server counted meanwhile."""
-
-    way: str
-    ttft_s: float
-    jct_s: float
-    prefill_s: float = 0.0
-    profile: str = ""
-    raw_bytes: float = 0.0
-    wire_bytes: float = 0.0
-    encode_s: float = 0.0
-    transfer_s: float = 0.0
-    decode_s: float = 0.0
-    load_s: float = 0.0
 
 
 class Clients:
@@ -55,7 +37,7 @@ class Clients:
 
     def known(self, link: str, raw: bool) -> dict[str, Any]:
         """The consumer under the name of a link; a link that carries raw transfers only has a name of its own."""
-        return self.peer | ({"reads": RAW_ONLY, "link": f"{link}-raw"} if raw else {"link": link})
+        return named(self.peer, f"{link}-raw" if raw else link, raw)
 
     def offered(self, prefill: Process, prompt: list[int], peer: Mapping[str, Any]) -> dict[str, Any]:
         """Step one: the params for the decode server."""

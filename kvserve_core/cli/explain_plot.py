@@ -48,8 +48,9 @@ def _lines(axes: Any, control: Controller, decision: Decision) -> None:
 def _marks(axes: Any, control: Controller, decision: Decision) -> None:
     raw, *others = control.feasible(decision.context)
     nbytes, form = decision.context.nbytes, control.form
+    base = curve(raw, nbytes, form)
     for priced in others:
-        limit = pays_below(curve(priced, nbytes, form), curve(raw, nbytes, form)) / GBPS
+        limit = pays_below(curve(priced, nbytes, form), base) / GBPS
         if LOW <= limit <= HIGH:
             latency_s = control.estimate(priced, decision, limit * GBPS).latency_s
             axes.plot([limit], [1e3 * latency_s], marker="|", markersize=14, color="grey")

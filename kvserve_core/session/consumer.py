@@ -32,7 +32,6 @@ from kvserve_core.wire import ChainInfo, Codebook, FrameHeader, Segment
 ConsumerEvent: TypeAlias = Loaded | LoadFailed
 CPU = torch.device("cpu")
 DECODERS_KEPT = 64
-WAIT_S = 0.0002
 log = logging.getLogger(__name__)
 
 
@@ -77,6 +76,7 @@ class Consumer:
         self.peer = peer_info(kv, shard, self._registry, artefacts, device, link)
         self._events: queue.SimpleQueue[ConsumerEvent] = queue.SimpleQueue()
         self._active: dict[str, Fetch] = {}
+        self._ended = threading.Condition()
         self._local = threading.local()
         self._closed = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvserve-fetch")
@@ -130,9 +130,8 @@ class Consumer:
 
     def wait(self, seconds: float) -> None:
         """Until :meth:`poll` has something to tell, at most so long: for an engine's thread with nothing else to do."""
-        end = time.monotonic() + seconds
-        while self._active and self._events.empty() and time.monotonic() < end:
-            time.sleep(WAIT_S)
+        with self._ended:
+            self._ended.wait_for(lambda: not (self._active and self._events.empty()), seconds)
 
     def close(self) -> None:
         """Cancel everything and stop the fetch threads."""
@@ -161,15 +160,16 @@ class Consumer:
         if job.legs:
             self._release(job.loc, {i: job.outcome([leg], total_s, error) for i, leg in job.legs.items()})
         outcome = job.outcome(list(job.legs.values()), total_s, error)
-        del self._active[job.name]
-        if error is None:
-            self._events.put(Loaded(job.name, job.tokens, outcome))
-        else:
+        event: ConsumerEvent = Loaded(job.name, job.tokens, outcome)
+        if error is not None:
             if isinstance(error, Unacceptable) and not error.other_model:
                 self.counters.add("fallback_codec")
             self.counters.add("fallback_recompute")
-            valid = job.coverage.valid()
-            self._events.put(LoadFailed(job.name, job.tokens, valid, error, outcome))
+            event = LoadFailed(job.name, job.tokens, job.coverage.valid(), error, outcome)
+        with self._ended:  # both at once, so that who waits never sees neither
+            del self._active[job.name]
+            self._events.put(event)
+            self._ended.notify_all()
 
     def _load(self, job: Fetch) -> None:
         loc = job.loc

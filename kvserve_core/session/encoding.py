@@ -48,10 +48,9 @@ class Encoding:
 
     def run(self, source: Source, planned: Sequence[Planned], event: Event | None) -> None:
         """Encode what became final with ``event``. Stops where the source is closed."""
-        self._lane.after(event)
-        ahead = 0 if self._lane.device.type == "cpu" else 1  # on a CPU nothing goes on in the background
-        if event is not None and ahead:
+        if event is not None:
             event.synchronize()  # gathering would wait for it anyhow; the engine's own work is no time of encoding
+        ahead = 0 if self._lane.device.type == "cpu" else 1  # on a CPU nothing goes on in the background
         started, waiting = time.perf_counter(), deque[_Batch]()
         for members in self._batches(source, planned):
             if source.closed is not None:

@@ -37,7 +37,7 @@ class Lane:
         if self._beside is None:
             return nullcontext()
         if mark is not None:
-            self._beside.wait_event(_cuda(mark))
+            self._beside.wait_event(cast(torch.cuda.Event, mark))
         return torch.cuda.stream(self._beside)
 
     def mark(self) -> Event | None:
@@ -49,7 +49,7 @@ class Lane:
         if event is None:
             return
         if self._stream is not None and isinstance(event, torch.cuda.Event):
-            self._stream.wait_event(_cuda(event))
+            self._stream.wait_event(event)
         else:
             event.synchronize()
 
@@ -77,10 +77,6 @@ def _green(device: torch.device, sms: int) -> torch.cuda.Stream:
     stream: torch.cuda.Stream = made.Stream()
     _KEPT.append(made)  # a stream lives as long as its context
     return stream
-
-
-def _cuda(event: Event) -> torch.cuda.Event:
-    return cast(torch.cuda.Event, event)
 
 
 _KEPT: list[object] = []

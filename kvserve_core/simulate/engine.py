@@ -127,9 +127,8 @@ class _Stage:
         run = self.run
         requests, truth = run.requests, run.truth
         workload, slo, to_the_last, floor, link, _ = self.tenants[requests.tenant[i]]
-        if (
-            slo is not None
-        ):  # what is left of it: the wait is over, and tokens are to come; the first is in the TTFT too
+        if slo is not None:
+            # What is left of it: the wait is over, and tokens are to come; the first is in the TTFT too.
             tokens = requests.output_tokens[i] if to_the_last else 1
             slo = max(0.0, slo - (now - requests.arrival[i]) - self.per_token_s * tokens)
         nbytes = requests.nbytes[i]

@@ -112,8 +112,7 @@ def _traces(reader: csv.DictReader[str], path: str) -> dict[str, Trace]:
     column = next((c for c in COLUMNS if c in (reader.fieldnames or ())), None)
     if column is None or "time_s" not in (reader.fieldnames or ()):
         wanted = ", ".join(COLUMNS)
-        has = f"{reader.fieldnames}"
-        raise ConfigError(f"needs the columns 'time_s' and one of {wanted}; it has {has:.200}", path)
+        raise ConfigError(f"needs the columns 'time_s' and one of {wanted}; it has {reader.fieldnames!s:.200}", path)
     found: dict[str, tuple[list[float], list[float]]] = {}
     for number, row in enumerate(reader, 2):
         times, rates = found.setdefault(row.get("link") or "default", ([], []))

@@ -111,9 +111,10 @@ class CudaMemory:
     def put(self, room: Tensor, body: Body) -> None:
         """A copy on the device."""
         source = torch.from_numpy(np.frombuffer(body, np.uint8).copy()) if isinstance(body, Buffer) else body
-        with torch.cuda.stream(self._stream(room.device)) as _:
+        stream = self._stream(room.device)
+        with torch.cuda.stream(stream):
             room.copy_(source, non_blocking=True)
-            torch.cuda.current_stream(room.device).synchronize()
+        stream.synchronize()
 
     def take(self, handle: bytes, nbytes: int, places: Sequence[Place]) -> list[tuple[Tensor, bytes]]:
         """On the current GPU and stream, as slices of one buffer. Reading the hashes waits for all of it."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import zmq
 
@@ -31,23 +30,9 @@ class LentDelivery(TcpDelivery):
     ) -> None:
         self._memory = memory
         self._handle = b""
-        self._copied: deque[Sealed] = deque()
         super().__init__(link, key, want, deadline, window, on_end)
 
-    def _segment(self) -> Sealed:
-        if not self._copied:
-            self._copied.extend(self._several())
-        return self._copied.popleft()
-
-    def __iter__(self) -> Iterator[Sealed]:
-        try:
-            while self._copied or len(self._seen) < self._count:
-                yield self._segment()
-            self._finish()
-        finally:
-            self.close()
-
-    def _several(self) -> list[Sealed]:
+    def _segments(self) -> list[Sealed]:
         """All whose tickets are here already, at least one: copied and hashed together."""
         try:
             lent = [self._ticket()]

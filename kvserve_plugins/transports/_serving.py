@@ -73,12 +73,11 @@ def checked_segment(got: object, index: int, on_device: bool = False) -> Sealed:
     """
     if not isinstance(got, Sealed) or got.index != index:
         raise TransportError(f"the source gave {type(got).__name__} for segment {index}, expected that segment sealed")
-    if _is_bytes(got.body):
-        got = got if on_device else replace(got, body=host_bytes(got.body))
-    for part in (got.head,) if on_device and _is_bytes(got.body) else (got.head, got.body):
+    tensor = _is_bytes(got.body)
+    for part in (got.head,) if tensor else (got.head, got.body):
         if not isinstance(part, bytes | bytearray) and not (isinstance(part, memoryview) and _is_plain(part)):
             raise TransportError(f"head or body of segment {index} is {type(part).__name__}, expected contiguous bytes")
-    return got
+    return replace(got, body=host_bytes(got.body)) if tensor and not on_device else got
 
 
 def _is_bytes(body: object) -> bool:

@@ -54,19 +54,21 @@ def published(host: str, port: int) -> Address:
     return Address(host, port, host_id("net") if is_loopback(host) else "")
 
 
-def parse(text: str) -> Address:
+def parse(text: str, scheme: str = "tcp") -> Address:
     """An address out of a locator, refused early where it cannot lead to the producer.
 
     Raises:
         TransportError: malformed, or the loopback of another machine.
     """
     try:
-        parts = urlsplit(text)
+        parts = urlsplit(text.removeprefix(f"{scheme}:"))  # urlsplit knows no scheme with an underscore
         found = Address(parts.hostname or "", parts.port or 0, parse_qs(parts.query).get("host", [""])[0])
     except ValueError:
         found = Address("", 0)
-    if not text.startswith("tcp://") or not is_host(found.host) or not found.port:
-        raise TransportError(f"{text!r} is not an address of 'tcp'; expected for example 'tcp://10.0.0.5:5555'")
+    if not text.startswith(f"{scheme}://") or not is_host(found.host) or not found.port:
+        raise TransportError(
+            f"{text!r} is not an address of {scheme!r}; expected for example '{scheme}://10.0.0.5:5555'"
+        )
     if found.host_id and found.host_id != host_id("net"):
         raise TransportError(
             f"the locator names {found.zmq!r}, which is the producer's own loopback and leads nowhere from this host;"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import zmq
@@ -22,8 +22,6 @@ from kvserve_plugins.transports._tcp_link import Link
 
 SEGMENT_EXTRA = 192
 """A frame is at most its original bytes and this much for every segment."""
-
-
 LEAST_S = 1e-6
 """On the link, for any delivery: one faster than can be told is no delivery without a link."""
 BRIEF_S = 1e-4
@@ -108,10 +106,14 @@ class TcpDelivery:
     def __iter__(self) -> Iterator[Sealed]:
         try:
             while len(self._seen) < self._count:
-                yield self._segment()
+                yield from self._segments()
             self._finish()
         finally:
             self.close()
+
+    def _segments(self) -> Iterable[Sealed]:
+        """The next segments, at least one."""
+        yield self._segment()
 
     def _segment(self) -> Sealed:
         """The next segment; one that fits in a message is not copied."""

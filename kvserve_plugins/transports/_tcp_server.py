@@ -16,7 +16,7 @@ from kvserve_core.errors import FrameError, KVServeError, TransportError
 from kvserve_core.transport import Selection
 from kvserve_core.wire import pack_header
 from kvserve_plugins.transports import _tcp_messages as msg
-from kvserve_plugins.transports._carrier import Carrier, InBand
+from kvserve_plugins.transports._carrier import Carrier
 from kvserve_plugins.transports._leases import Leases
 from kvserve_plugins.transports._pacing import Pacer
 from kvserve_plugins.transports._serving import failed_source, select
@@ -86,10 +86,10 @@ class Server:
         faults: Faults,
         leases: Leases,
         beat_s: float,
-        carrier: Carrier | None = None,
+        carrier: Carrier,
     ) -> None:
         self._leases = leases
-        self._carrier = carrier or InBand(pacer.piece(msg.PIECE_BYTES))
+        self._carrier = carrier
         self._context = zmq.Context()
         self._door: Doorkeeper | None = None
         try:

@@ -15,7 +15,8 @@ from kvserve_plugins.transports._carrier import Carrier
 from kvserve_plugins.transports._cuda_memory import CudaMemory
 from kvserve_plugins.transports._lending import Lender, Memory
 from kvserve_plugins.transports._lent_delivery import LentDelivery
-from kvserve_plugins.transports._tcp_address import is_loopback
+from kvserve_plugins.transports._pacing import Pacer
+from kvserve_plugins.transports._tcp_address import is_loopback, parse
 from kvserve_plugins.transports.tcp import Tcp
 
 
@@ -57,12 +58,12 @@ class CudaIpc(Tcp):
     def _memory(self) -> Memory:
         return CudaMemory()
 
-    def _carrier(self) -> Carrier:
+    def _carrier(self, pacer: Pacer) -> Carrier:
         return Lender(self.memory, self.config.staging)
 
     def fetch(self, address: str, key: str, want: Selection, deadline: float) -> Delivery:
         """As :meth:`Tcp.fetch`; bodies lie on the current GPU."""
-        at = self._parse(address)
+        at = parse(address, self.scheme)
         link, window = self._links.take(at), self.config.window
         return LentDelivery(link, key, want, deadline, window, lambda got: self._links.give(at, got), self.memory)
 

@@ -101,7 +101,7 @@ class File(Store):
     def _open(self, key: str) -> FrameReader:
         path = self._folder.file(key)
         try:
-            if path.exists() and not path.is_file():
+            if not path.is_file() and path.exists():
                 raise TransportError(f"{str(path)!r} is no file; remove it")  # a pipe would wait for a writer
             return FrameReader(path)
         except FileNotFoundError:

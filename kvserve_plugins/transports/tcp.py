@@ -16,11 +16,11 @@ from kvserve_core.policy import Outcome
 from kvserve_core.transport import Delivery, Released, SegmentSource, Selection, Transport
 from kvserve_core.units import Bandwidth, Duration, Size
 from kvserve_plugins.transports import _tcp_messages as msg
-from kvserve_plugins.transports._carrier import Carrier
+from kvserve_plugins.transports._carrier import Carrier, InBand
 from kvserve_plugins.transports._leases import Leases, checked_lease
 from kvserve_plugins.transports._pacing import Pacer
 from kvserve_plugins.transports._serving import checked_key
-from kvserve_plugins.transports._tcp_address import Address, is_host, is_loopback, is_wildcard, parse, published
+from kvserve_plugins.transports._tcp_address import is_host, is_loopback, is_wildcard, parse, published
 from kvserve_plugins.transports._tcp_delivery import TcpDelivery
 from kvserve_plugins.transports._tcp_faults import Faults, parse_faults
 from kvserve_plugins.transports._tcp_keys import create_keys
@@ -100,17 +100,14 @@ class Tcp(Transport):
             if self._closed:
                 raise TransferCancelled("this 'tcp' transport is closed; create a new one")
             if self._server is None:
-                pacer, faults, carrier = Pacer(c.max_bandwidth), Faults(c.faults), self._carrier()
+                pacer, faults = Pacer(c.max_bandwidth), Faults(c.faults)
+                carrier = self._carrier(pacer)
                 self._server = Server(c.bind, c.port, c.key_dir, pacer, faults, self._leases, c.heartbeat, carrier)
             return self.scheme + str(published(c.advertise or c.bind, self._server.port)).removeprefix("tcp")
 
-    def _carrier(self) -> Carrier | None:
-        """What takes bodies along, instead of the socket itself."""
-        return None
-
-    def _parse(self, address: str) -> Address:
-        """An address of this scheme."""
-        return parse("tcp" + address.removeprefix(self.scheme) if address.startswith(f"{self.scheme}://") else address)
+    def _carrier(self, pacer: Pacer) -> Carrier:
+        """What takes bodies along."""
+        return InBand(pacer.piece(msg.PIECE_BYTES))
 
     def publish(self, key: str, source: SegmentSource, lease_s: float) -> str:
         """Offer ``source``; its segments are taken when a consumer asks for them."""
@@ -127,7 +124,7 @@ class Tcp(Transport):
             TransportError: the address cannot lead to the producer, or the selection is too large.
             TransferCancelled: the transport was closed meanwhile, also while the header is awaited.
         """
-        at = self._parse(address)
+        at = parse(address, self.scheme)
         return TcpDelivery(
             self._links.take(at), key, want, deadline, self.config.window, lambda link: self._links.give(at, link)
         )
@@ -137,7 +134,7 @@ class Tcp(Transport):
         if self._mine(address):
             self._leases.renew(key, lease_s)
             return
-        at = self._parse(address)
+        at = parse(address, self.scheme)
         link = self._links.take(at)
         try:
             failed = _ask(link, msg.Renew(0, key, checked_lease(lease_s)), key, self.config.timeout)
@@ -154,7 +151,7 @@ class Tcp(Transport):
             self._leases.release(key, share, report)
             self._wake()
             return
-        at = self._parse(address)
+        at = parse(address, self.scheme)
         link = self._links.take(at)
         try:
             link.send(msg.Release(key, share, report))

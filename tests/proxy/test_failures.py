@@ -176,8 +176,8 @@ def test_a_client_that_leaves_in_mid_stream_stops_it(stand: Build) -> None:
     p, d = Engine(), Engine(pieces=10_000)
     at = stand([p], [d])
     d.piece_s = 0.01
-    with at.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
-        next(answer.iter_lines())
+    with at.streamed() as lines:
+        next(lines)
         assert d.running == 1
     wait_until(lambda: d.aborted == 1 and d.running == 0)
     wait_until(lambda: at.metric('requests_total{outcome="disconnected"}') == 1)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvserve_vllm.proxy.upstream import Upstream, said
-from proxy_stand import Build, Engine, Stand, wait_until
-
-Lines = list[tuple[bytes, bytes]]
+from proxy_stand import Build, Engine, wait_until
 
 
 class Odd(Engine):
@@ -21,7 +18,7 @@ class Odd(Engine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known, self.app = self.app, self.answer  # type: ignore[assignment]  # an ASGI application as good
+        self.app = self.answer
         self.content: dict[str, bytes] = {}
         self.drip_s = 0.0
 
@@ -42,7 +39,7 @@ class Locked(Engine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known, self.app = self.app, self.answer  # type: ignore[assignment]  # as above
+        self.app = self.answer
         self.refused = 0
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,25 +129,19 @@ def test_a_server_that_cannot_describe_itself_yet_is_asked_again(stand: Build) -
     wait_until(lambda: server.peer is not None)
 
 
-def hung(at: Stand, engine: Engine) -> Any:
-    """It takes connections and answers nothing any more, as a process that is stopped."""
-    engine.hangs = True
-    server = next(s for s in at.proxy.servers if s.url == at.engines[engine].url)
-    wait_until(lambda: not server.up)
-    return server
-
-
 def test_requests_at_a_server_that_hangs_are_answered_by_another(stand: Build) -> None:
     p, stuck, fine = Engine(), Engine(), Engine()
     at = stand([p], [stuck, fine], health_timeout_s=0.5)
     stuck.hold_s = 20.0
-    stuck.hangs = True
+    stuck.hangs = True  # it takes connections and answers nothing any more, as a process that is stopped
     answers = [at.text() for _ in range(2)]
     assert "local" in answers  # by the other one, without the transfer
     assert len(fine.seen) == fine.finished >= 2
     assert stuck.finished == 0
     assert at.metric('alone_total{reason="decode_failed"}') >= 1
-    assert hung(at, stuck).outstanding == 0
+    server = next(s for s in at.proxy.servers if s.url == at.engines[stuck].url)
+    wait_until(lambda: not server.up)
+    assert server.outstanding == 0
     stuck.hangs = False
 
 
@@ -159,11 +150,10 @@ def test_a_stream_of_a_server_that_hangs_ends_with_an_error(stand: Build) -> Non
     at = stand([p], [d], health_timeout_s=0.5)
     d.gate = True
     d.let_go(1)
-    with at.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
-        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
-        assert json.loads(next(lines))["choices"][0]["text"] == "remote0 "
+    with at.streamed() as lines:
+        assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"] == "remote0 "
         d.hangs = True
-        assert "does not answer its health checks" in json.loads(next(lines))["error"]["message"]
+        assert "does not answer its health checks" in json.loads(next(lines).removeprefix("data: "))["error"]["message"]
     d.hangs = d.gate = False
 
 
@@ -172,14 +162,13 @@ def test_a_server_that_drains_may_finish_what_it_has(stand: Build) -> None:
     at = stand([p], [d], health_timeout_s=0.1)
     d.gate = True
     d.let_go(1)
-    with at.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
-        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+    with at.streamed() as lines:
         next(lines)
         d.healthy = False
         checks = d.health_checks
         wait_until(lambda: d.health_checks > checks + 8)
         d.let_go(9)
-        assert list(lines)[-1] == "[DONE]"
+        assert list(lines)[-1] == "data: [DONE]"
     assert not at.proxy.decode.servers[0].up
 
 
@@ -198,8 +187,7 @@ def test_a_stream_that_goes_on_is_not_cut_though_health_checks_are_late(stand: B
     p, d = Engine(), Engine(pieces=150)
     at = stand([p], [d], health_timeout_s=0.5)
     d.piece_s = 0.02
-    with at.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
-        lines = (line for line in answer.iter_lines() if line)
+    with at.streamed() as lines:
         next(lines)
         d.hangs = True
         rest = list(lines)

@@ -25,7 +25,7 @@ class Echo(Engine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known, self.app = self.app, self.answer  # type: ignore[assignment]  # an ASGI application as good
+        self.app = self.answer
         self.paths: list[bytes] = []
         self.lines: list[Lines] = []
         self.bodies: list[bytes] = []

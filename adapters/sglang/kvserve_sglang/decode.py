@@ -20,7 +20,7 @@ from kvserve_sglang.fence import Fence
 from kvserve_sglang.layout import Layout
 from kvserve_sglang.messages import Located
 from kvserve_sglang.metrics import Exporter
-from kvserve_sglang.pump import Pump
+from kvserve_sglang.pump import Pump, one_by_one
 from kvserve_sglang.slots import Slots
 
 log = logging.getLogger(__name__)
@@ -177,17 +177,8 @@ class DecodeSide:
 
     def _poll(self) -> None:
         for consumer in list(self._sessions):
-            for event in consumer.poll():
-                self._isolated(event)
+            one_by_one(consumer.poll(), self._ended, self.exporter)
         self.exporter.set("active", self.active, side="consumer")
-
-    def _isolated(self, event: Loaded | LoadFailed) -> None:
-        """The session gives each event once: what goes wrong with one must not cost the others."""
-        try:
-            self._ended(event)
-        except Exception:
-            log.exception("the event of transfer %r was dropped: %s", event.transfer_id, event)
-            self.exporter.count("hook_failures", hook="event")
 
     def _ended(self, event: Loaded | LoadFailed) -> None:
         receiving = self._by_id.pop(event.transfer_id, None)

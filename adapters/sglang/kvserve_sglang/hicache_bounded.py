@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar, cast
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -26,9 +27,10 @@ class Bounded:
         """What ``work`` returns or raises, ``otherwise`` where it takes too long."""
         if time.monotonic() < self._silent_until_s:
             return otherwise
-        answer = _Answer(work)
-        if answer.done.wait(self._within_s):
-            return answer.get()
+        answer: Future[Result] = Future()
+        threading.Thread(target=_give, args=(answer, work), name="kvserve-lookup", daemon=True).start()
+        if wait([answer], self._within_s).done:
+            return answer.result()
         log.warning("the store did not answer within %g s; it is not asked for as long", self._within_s)
         self._silent_until_s = time.monotonic() + self._within_s
         return otherwise
@@ -38,24 +40,8 @@ class Bounded:
         self._silent_until_s = float("inf")
 
 
-class _Answer(Generic[Result]):
-    """Of one call, in a thread of its own."""
-
-    def __init__(self, work: Callable[[], Result]) -> None:
-        self.done = threading.Event()
-        self._result: Result | None = None
-        self._error: Exception | None = None
-        threading.Thread(target=self._run, args=(work,), name="kvserve-lookup", daemon=True).start()
-
-    def _run(self, work: Callable[[], Result]) -> None:
-        try:
-            self._result = work()
-        except Exception as error:  # noqa: BLE001  # it is raised where the answer is waited for
-            self._error = error
-        self.done.set()
-
-    def get(self) -> Result:
-        """The result, or what was raised instead."""
-        if self._error is not None:
-            raise self._error
-        return cast(Result, self._result)
+def _give(answer: Future[Result], work: Callable[[], Result]) -> None:
+    try:
+        answer.set_result(work())
+    except Exception as error:  # noqa: BLE001  # it is raised where the answer is waited for
+        answer.set_exception(error)

@@ -14,7 +14,7 @@ from kvserve_core.spec import Region
 from kvserve_sglang.messages import Decided, Reported
 from kvserve_sglang.opening import DECISION_S, Opening, overdue
 from kvserve_sglang.prefill_rank import Rank
-from kvserve_sglang.pump import Pump
+from kvserve_sglang.pump import Pump, one_by_one
 from kvserve_sglang.sending import Chunk, Sending
 
 log = logging.getLogger(__name__)
@@ -158,20 +158,11 @@ class PrefillSide:
 
     def _poll(self) -> None:
         events = self.producer.poll()
-        for event in events:
-            self._isolated(event)
+        one_by_one(events, self._event, self.exporter)
         if events:
             self._export()
         self._end_waiting()
         self.exporter.set("active", self.active, side="producer")
-
-    def _isolated(self, event: Freed | Failed | Outcome) -> None:
-        """The session gives each event once: what goes wrong with one must not cost the others."""
-        try:
-            self._event(event)
-        except Exception:
-            log.exception("the event of transfer %r was dropped: %s", event.transfer_id, event)
-            self.exporter.count("hook_failures", hook="event")
 
     def _event(self, event: Freed | Failed | Outcome) -> None:
         match event:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from kvserve_core.policy import Outcome
+from kvserve_core.session import Failed, Freed, Loaded, LoadFailed
+from kvserve_sglang.metrics import Exporter
 
 BUSY_S, IDLE_S = 0.003, 0.25
 """How long to wait for a message before the session is polled again."""
+Event = TypeVar("Event", bound=Freed | Failed | Outcome | Loaded | LoadFailed)
 log = logging.getLogger(__name__)
 
 
@@ -61,3 +67,13 @@ class Pump:
         if message is not None:
             self._handle(message)
         self._poll()
+
+
+def one_by_one(events: Iterable[Event], handle: Callable[[Event], None], exporter: Exporter) -> None:
+    """Handle what a session gives once: what goes wrong with one event must not cost the others."""
+    for event in events:
+        try:
+            handle(event)
+        except Exception:
+            log.exception("the event of transfer %r was dropped: %s", event.transfer_id, event)
+            exporter.count("hook_failures", hook="event")

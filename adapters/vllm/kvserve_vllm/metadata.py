@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -124,3 +125,9 @@ class RankInfo(KVConnectorHandshakeMetadata):
     profiles: dict[str, Profile]
     peer: PeerInfo | None
     kv_scales: str | None = None
+
+
+def common_profiles(ranks: Sequence[RankInfo]) -> dict[str, Profile]:
+    """What every rank can encode: all of them send a prompt with one profile."""
+    common = set.intersection(*(set(rank.profiles) for rank in ranks))
+    return {name: profile for name, profile in ranks[0].profiles.items() if name in common}

@@ -27,7 +27,7 @@ class Stack(NamedTuple):
 def available() -> bool:
     """Whether Triton is there; a CUDA build of torch brings it."""
     try:
-        import triton  # noqa: F401
+        import triton  # noqa: F401  # the question is whether it can be
     except ImportError:
         return False
     return True

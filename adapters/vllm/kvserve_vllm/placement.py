@@ -44,7 +44,7 @@ class Placement:
         """A copy of a region, ``[L, H, T, D]``, contiguous."""
         heads, known = self._local_heads(at), Known()
         if (stack := self._stack(at, heads)) is not None:
-            ids, start = self._blocks(blocks, at)
+            ids, start = _kernel_blocks(self.layers[at.layers[0]], blocks, at)
             return paged_copy.gather(stack, known.on(stack.like.device, ids), len(heads), start, at.num_tokens)
         return torch.stack([self._read(self.layers[layer], blocks, at, heads, known) for layer in at.layers])
 
@@ -52,18 +52,23 @@ class Placement:
         """Write a region; tokens whose block is the null block are dropped: the engine does not keep them."""
         heads, known = self._local_heads(at), Known()
         if (stack := self._stack(at, heads)) is not None and stack.like.dtype == x.dtype:
-            ids, start = self._blocks(blocks, at)
+            ids, start = _kernel_blocks(self.layers[at.layers[0]], blocks, at)
             paged_copy.scatter(stack, known.on(stack.like.device, ids), start, x, NULL_BLOCK)
             return
         for layer, rows in zip(at.layers, x, strict=True):
             cache = self.layers[layer]
-            view = cache.views[at.plane]
-            ids, start = _kernel_blocks(cache, view.shape[2], blocks[cache.pool], at)
-            write(view, ids, heads, start, rows, NULL_BLOCK, known)
+            ids, start = _kernel_blocks(cache, blocks, at)
+            write(cache.views[at.plane], ids, heads, start, rows, NULL_BLOCK, known)
+
+    def unfilled(self, blocks: BlockIds, start: int, stop: int) -> set[int]:
+        """Blocks of a request of one pool that hold one of these tokens, which did not arrive."""
+        cache = next(iter(self.layers.values()))
+        table = blocks[cache.pool]
+        return set(table[start // cache.block_size : -(-stop // cache.block_size)]) - {NULL_BLOCK}
 
     def _read(self, cache: LayerCache, blocks: BlockIds, at: Region, heads: list[int], known: Known) -> Tensor:
         view = cache.views[at.plane]
-        ids, start = _kernel_blocks(cache, view.shape[2], blocks[cache.pool], at)
+        ids, start = _kernel_blocks(cache, blocks, at)
         return read(view, known.on(view.device, ids), heads, start, start + at.num_tokens)
 
     def _stack(self, at: Region, heads: list[int]) -> Stack | None:
@@ -75,17 +80,14 @@ class Placement:
             self._stacks[key] = paged_copy.stacked([c.views[at.plane] for c in caches], heads) if alike else None
         return self._stacks[key]
 
-    def _blocks(self, blocks: BlockIds, at: Region) -> tuple[list[int], int]:
-        cache = self.layers[at.layers[0]]
-        return _kernel_blocks(cache, cache.views[at.plane].shape[2], blocks[cache.pool], at)
-
     def _local_heads(self, at: Region) -> list[int]:
         held = self.shard.heads(self.kv.group(at.group).plane(at.plane).num_heads)
         return [held.index(head) for head in at.heads]
 
 
-def _kernel_blocks(cache: LayerCache, size: int, table: Sequence[int], at: Region) -> tuple[list[int], int]:
-    """Kernel blocks of ``size`` tokens that hold the region, and where in the first one it starts."""
+def _kernel_blocks(cache: LayerCache, blocks: BlockIds, at: Region) -> tuple[list[int], int]:
+    """Blocks of the layer's views that hold the region, and where in the first one it starts."""
+    table, size = blocks[cache.pool], cache.views[at.plane].shape[2]
     if cache.state_at is not None:
         return [table[cache.state_at]], 0
     ratio = cache.block_size // size

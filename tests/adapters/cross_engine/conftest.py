@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-SGLANG_TESTS = Path(__file__).parents[1] / "sglang"
-os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_HOST_IP="127.0.0.1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-sys.path[:0] = [str(Path(__file__).parent), str(SGLANG_TESTS)]
+sys.path.insert(0, str(Path(__file__).parents[1] / "sglang"))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from leaving import pytest_sessionfinish, pytest_unconfigure  # noqa: E402, F401  # the folder of SGLang's tests; hooks
+from leaving import pytest_sessionfinish, pytest_unconfigure  # noqa: F401  # hooks of this conftest
+
+os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_HOST_IP="127.0.0.1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

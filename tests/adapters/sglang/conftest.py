@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_HOST_IP="127.0.0.1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from leaving import pytest_sessionfinish, pytest_unconfigure  # noqa: E402, F401  # this folder; hooks
+from leaving import pytest_sessionfinish, pytest_unconfigure  # noqa: F401  # hooks of this conftest
+
+os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_HOST_IP="127.0.0.1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -38,12 +38,15 @@ def ignore(*args: Any, **labels: Any) -> None:
 
 @dataclass
 class Rooms:
-    """Keeps what SGLang would be told."""
+    """Keeps what SGLang would be told. broken: a room that cannot succeed."""
 
     told: list[tuple[Any, ...]] = field(default_factory=list)
     located: list[str] = field(default_factory=list)
+    broken: int | None = None
 
     def succeed(self, room: int) -> None:
+        if room == self.broken:
+            raise KeyError(room)
         self.told.append(("Success", room))
 
     def fail(self, room: int, reason: str) -> None:

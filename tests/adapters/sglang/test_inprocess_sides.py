@@ -232,14 +232,7 @@ def test_a_room_that_cannot_be_ended_does_not_keep_the_next_ones(
     side.begin(2, slots, 1, 1)
     side._handle(LOCATED)
     side._handle(msgspec.structs.replace(LOCATED, room=2, transfer_id="u"))
-    succeed = side._rooms.succeed
-
-    def broken(room: int) -> None:
-        if room == 1:
-            raise KeyError(room)
-        succeed(room)
-
-    monkeypatch.setattr(side._rooms, "succeed", broken)
+    side._rooms.broken = 1
     monkeypatch.setattr(side.exporter, "count", lambda name, value=1, **labels: counts.append({"name": name} | labels))
     consumer.events = [Loaded(key, range(TOTAL), outcome(transfer_id=key)) for key in ("t", "u")]
     side._poll()

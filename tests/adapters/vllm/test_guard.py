@@ -16,6 +16,7 @@ from kvserve_vllm.metadata import Open, StepMeta, WorkerReport
 from kvserve_vllm.stats import StatsBuffer
 from kvserve_vllm.worker.loads import Ended
 from kvserve_vllm.worker.side import WorkerSide
+from vllm_steps import failures
 
 WORKER = {
     "handle_preemptions": (StepMeta(),),
@@ -146,12 +147,6 @@ def worker(offers: Half, loads: Half, prefix: Half) -> WorkerSide:
     return made
 
 
-def failures(side: Any) -> dict[str, int]:
-    """Hooks that failed since the last call."""
-    taken = side.stats.take()
-    return {} if taken is None else {labels[0]: count for labels, count in taken.data.get("hook_failures", [])}
-
-
 def test_orders_of_one_half_are_carried_out_whatever_another_one_does() -> None:
     offers, loads, prefix = Half("drop", "poll", "open", "advance"), Half("cancel", "release"), Half("before_batch")
     side = worker(offers, loads, prefix)
@@ -161,7 +156,7 @@ def test_orders_of_one_half_are_carried_out_whatever_another_one_does() -> None:
     assert offers.called == ["drop", "poll", "open", "open", "grow", "advance"]
     assert loads.called == ["cancel", "release", "start"]
     assert prefix.called == ["before_batch", "load", "after_forward"]
-    assert failures(side) == {"handle_preemptions": 5, "start_load_kv": 2, "wait_for_save": 1}
+    assert failures(side.stats) == {"handle_preemptions": 5, "start_load_kv": 2, "wait_for_save": 1}
 
 
 def test_what_is_known_of_the_end_is_told_whatever_fails() -> None:
@@ -170,12 +165,12 @@ def test_what_is_known_of_the_end_is_told_whatever_fails() -> None:
     side = worker(offers, loads, prefix)
     assert side.finished({"a"}) == ({"stored"}, Ended(done={"loaded"}))
     assert prefix.called == ["poll", "finished", "ended"]
-    assert failures(side) == {"get_finished": 6}
+    assert failures(side.stats) == {"get_finished": 6}
     offers, loads, prefix = Half(finished={"sent"}), Half(), Half(finished={"sent"}, ended=Ended(failed={"b"}))
     loads.ended = Half("take")
     side = worker(offers, loads, prefix)
     assert side.finished({"a"}) == ({"sent"}, Ended(failed={"b"}))
-    assert failures(side) == {"get_finished": 1}
+    assert failures(side.stats) == {"get_finished": 1}
 
 
 class Store(Half):

@@ -12,17 +12,10 @@ from kvserve_core.policy import Outcome
 from kvserve_core.session import Loaded
 from kvserve_core.spec import whole
 from kvserve_core.transport import Endpoint, Locator
-from kvserve_vllm.layout import Cell, dense
 from kvserve_vllm.metadata import Load, WorkerReport
-from kvserve_vllm.placement import LayerCache, Placement
 from kvserve_vllm.worker import loads as module
 from kvserve_vllm.worker.loads import MAX_FROM_ONE, Loads
-from vllm_blocks import KV, caches, tables
-
-
-def placed() -> Placement:
-    layers = {i: LayerCache(str(i), i % 2, 16, dense(cache, Cell(2, 8, 8))) for i, cache in enumerate(caches())}
-    return Placement(KV, whole(KV), layers)
+from vllm_blocks import KV, caches, placed, tables
 
 
 class Session:
@@ -54,7 +47,7 @@ def session() -> Session:
 
 @pytest.fixture
 def loads(session: Session) -> Loads:
-    made, attached = Loads(placed(), 60.0), session
+    made, attached = Loads(placed(caches()), 60.0), session
     made.attach(attached)  # type: ignore[arg-type]  # as much of a consumer as loads drive
     return made
 
@@ -124,7 +117,7 @@ def test_who_computes_on_a_load_waits_through_its_turn(session: Session) -> None
             super().fetch(locator, tokens, deadline, name=name)
             self.end(name)
 
-    made, report = Loads(placed(), 60.0), WorkerReport()
+    made, report = Loads(placed(caches()), 60.0), WorkerReport()
     made.attach(Prompt())  # type: ignore[arg-type]  # as above
     made.start([order(f"r{i}", wait=True) for i in range(3 * MAX_FROM_ONE)], report)
     assert made.active == 0
@@ -133,7 +126,7 @@ def test_who_computes_on_a_load_waits_through_its_turn(session: Session) -> None
 
 
 def test_a_load_that_cannot_start_ends_with_one_report() -> None:
-    loads, report = Loads(placed(), 1.0), WorkerReport()
+    loads, report = Loads(placed(caches()), 1.0), WorkerReport()
     loads.start([Load("r", Locator("t", 40, (), "raw"), 16, 40, tables(), False)], report)  # no session is attached
     assert (loads.ended.done, loads.ended.failed) == ({"r"}, {"r"})
     assert loads.ended.blocks == {2, 3}  # tokens 16 to 40 of blocks of 16
@@ -142,7 +135,7 @@ def test_a_load_that_cannot_start_ends_with_one_report() -> None:
 
 
 def test_the_null_block_is_nobodys_and_never_named_invalid() -> None:
-    loads, report = Loads(placed(), 1.0), WorkerReport()
+    loads, report = Loads(placed(caches()), 1.0), WorkerReport()
     blocks = ([0, 0, 5], [0, 0, 6])
     loads.start([Load("r", Locator("t", 40, (), "raw"), 0, 40, blocks, False)], report)  # no session is attached
     assert loads.ended.blocks == {5}

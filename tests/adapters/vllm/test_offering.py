@@ -73,7 +73,7 @@ def test_a_decision_that_fails_costs_its_request_the_offer_and_nobody_else(
     assert ([op.req_id for op in meta.open], meta.ready) == (["b"], {"b": TOTAL})
     assert side.finished(first) == (False, None)  # no worker knows it, so none would hand its blocks back
     assert side.finished(second)[0]
-    assert failures(side) == {"build_connector_meta": 1}
+    assert failures(side.stats) == {"build_connector_meta": 1}
 
 
 def test_a_step_that_cannot_be_read_ends_offers_whose_blocks_are_no_longer_known(side: SchedulerSide) -> None:
@@ -102,7 +102,7 @@ def test_a_half_that_fails_at_the_end_does_not_take_the_blocks_from_the_workers(
     assert side._fetching is not None
     side._fetching._wanted = None  # type: ignore[assignment]  # whatever is wrong with it
     assert side.finished(asked)[0]
-    assert failures(side) == {"request_finished": 1}
+    assert failures(side.stats) == {"request_finished": 1}
 
 
 def test_an_answer_that_fails_still_keeps_the_blocks(side: SchedulerSide) -> None:
@@ -112,7 +112,7 @@ def test_an_answer_that_fails_still_keeps_the_blocks(side: SchedulerSide) -> Non
     asked.num_output_tokens = None
     assert side.finished(asked) == (True, None)
     assert list(side.plan(step()).drop) == ["r"]
-    assert failures(side) == {"request_finished": 1}
+    assert failures(side.stats) == {"request_finished": 1}
 
 
 def test_a_status_that_is_none_still_keeps_the_blocks(side: SchedulerSide) -> None:
@@ -122,7 +122,7 @@ def test_a_status_that_is_none_still_keeps_the_blocks(side: SchedulerSide) -> No
     asked.status = "no status"
     assert side.finished(asked) == (True, None)
     assert list(side.plan(step()).drop) == ["r"]
-    assert failures(side) == {"request_finished": 1}
+    assert failures(side.stats) == {"request_finished": 1}
 
 
 @pytest.mark.parametrize("planned", [True, False])
@@ -142,7 +142,7 @@ def test_blocks_are_kept_for_workers_that_hold_them_when_the_half_cannot_say(
     assert list(side.plan(step()).drop) == ["r"]
     monkeypatch.undo()
     assert side.finished(asked) == (False, None)  # nothing is left of it
-    assert failures(side) == {"request_finished": 1}
+    assert failures(side.stats) == {"request_finished": 1}
 
 
 def test_a_transfer_id_in_use_is_not_offered_twice(side: SchedulerSide) -> None:
@@ -180,7 +180,7 @@ def test_a_half_that_cannot_take_its_reports_leaves_them_to_the_others(side: Sch
     side.learn(WorkerReport([OUTCOME], loads=[LoadEnd("b", "source", TOTAL, TOTAL)]))
     assert side._fetching is not None
     assert side._fetching._loading == {}  # who waits for the same transfer goes on
-    assert failures(side) == {"update_connector_output": 1}
+    assert failures(side.stats) == {"update_connector_output": 1}
 
 
 def loading(side: SchedulerSide, tokens: int) -> tuple[Any, StepMeta]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvserve_core.errors import TransferCancelled
 from kvserve_core.pipeline import Pipeline
@@ -16,29 +14,18 @@ from kvserve_core.profile import LOSSLESS_PIPELINE
 from kvserve_core.registry import default_registry
 from kvserve_core.session import Producer
 from kvserve_core.spec import Region, whole
-from kvserve_vllm.layout import Cell, dense
 from kvserve_vllm.metadata import Open, WorkerReport
-from kvserve_vllm.placement import LayerCache, Placement
 from kvserve_vllm.worker.offers import PREEMPTED, Offers
-from vllm_blocks import DIM, HEADS, KV, TOKENS, WINDOW, caches, tables
+from vllm_blocks import DIM, KV, WINDOW, caches, placed, tables, until
 
 TOTAL = 300
 DECISION = Decision("lossless", "test", ServiceContext(1), 1e9)
 
 
-def placed() -> tuple[Placement, list[Tensor]]:
-    """Layers 0 and 2 in pool 0, layer 1 in pool 1."""
-    found = caches()
-    cell = Cell(HEADS, DIM, DIM)
-    layers = {i: LayerCache(str(i), i % 2, TOKENS, dense(cache, cell)) for i, cache in enumerate(found)}
-    return Placement(KV, whole(KV), layers), found
-
-
 @pytest.fixture
 def offers() -> Iterator[Offers]:
     registry = default_registry()
-    placement, _ = placed()
-    made = Offers(placement, lambda: None)
+    made = Offers(placed(caches()), lambda: None)
     pipelines = {"lossless": Pipeline.build(LOSSLESS_PIPELINE, KV, whole(KV))}
     transport = registry.create("transport", {"name": "memory"})
     producer = Producer(pipelines, transport, made.gather)
@@ -50,13 +37,6 @@ def offers() -> Iterator[Offers]:
 
 def opened(req_id: str = "r", transfer_id: str = "t") -> Open:
     return Open(req_id, transfer_id, TOTAL, DECISION, None, tables())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def finished(offers: Offers, ids: set[str]) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +13,14 @@ import pytest
 from kvserve_core.deployment import Deployment
 from kvserve_core.policy import Decision, ServiceContext
 from kvserve_core.settings import Settings
-from kvserve_core.spec import whole
-from kvserve_vllm.layout import Cell, dense
 from kvserve_vllm.metadata import StepMeta, WorkerReport
-from kvserve_vllm.placement import LayerCache, Placement
 from kvserve_vllm.prefix import worker, writer
 from kvserve_vllm.prefix.meta import PrefixStore
 from kvserve_vllm.prefix.worker import PrefixWorker
 from kvserve_vllm.spec import ServedModel
 from kvserve_vllm.stats import StatsBuffer
-from vllm_blocks import KV, caches, tables
+from vllm_blocks import KV, caches, placed, tables, until
+from vllm_steps import failures
 
 DECISION = Decision("lossless", "test", ServiceContext(1), 1e9)
 WRITES = SimpleNamespace(is_kv_producer=True, is_kv_consumer=False)
@@ -62,10 +59,9 @@ def rank(tmp_path: Path) -> Iterator[tuple[PrefixWorker, Slow]]:
     settings = Settings.model_validate({"transport": {"file": {"path": str(tmp_path)}}})
     deployment = Deployment(settings, KV)
     slow = Slow(deployment.store("file"))
-    layers = {i: LayerCache(str(i), i % 2, 16, dense(cache, Cell(2, 8, 8))) for i, cache in enumerate(caches())}
-    model = ServedModel(KV, (), 1, 1, 1)
-    made = PrefixWorker(deployment, "file", Placement(KV, whole(KV), layers), model, StatsBuffer(deployment.counters))
-    made.open(WRITES, layers[0].views["k"].device, lambda: None)
+    placement, model = placed(caches()), ServedModel(KV, (), 1, 1, 1)
+    made = PrefixWorker(deployment, "file", placement, model, StatsBuffer(deployment.counters))
+    made.open(WRITES, placement.layers[0].views["k"].device, lambda: None)
     yield made, slow
     slow.gate.set()
     made.close()
@@ -77,13 +73,15 @@ def stored(rank: PrefixWorker, names: list[str], report: WorkerReport) -> None:
 
 
 def given_back(rank: PrefixWorker, finished: set[str], report: WorkerReport) -> set[str]:
-    """Requests whose blocks came back, once all have or after ten seconds."""
+    """Requests whose blocks came back, once all have."""
     done = rank.finished(finished, set(), None)
-    until = time.monotonic() + 10
-    while done < finished and time.monotonic() < until:
+
+    def back() -> bool:
         rank.poll(report)
-        done |= rank.finished(set(), set(), None)
-        time.sleep(0.01)
+        done.update(rank.finished(set(), set(), None))
+        return done >= finished
+
+    until(back)
     return done
 
 
@@ -137,9 +135,7 @@ def test_trouble_with_one_order_leaves_the_others(rank: tuple[PrefixWorker, Slow
     half.after_forward(StepMeta(prefix_store=[wrong, *good]), report)
     requests = {"r-wrong", "r-unfenced", "r-good"}
     assert given_back(half, requests, report) == requests
-    until = time.monotonic() + 10
-    while len(report.prefix_stored) < 2 and time.monotonic() < until:
-        half.poll(report)
+    until(lambda: bool(half.poll(report) or len(report.prefix_stored) >= 2))
     told = {end.name: (end.outcome is not None, end.reason) for end in report.prefix_stored}
     assert told == {"good": (True, ""), "unfenced": (False, "RuntimeError: injected")}
 
@@ -152,10 +148,7 @@ def test_a_half_of_the_store_that_fails_leaves_the_other(rank: tuple[PrefixWorke
     half.load(StepMeta(), WorkerReport())
     half.poll(WorkerReport())
     assert loader.called == ["cancel", "start", "poll"]
-    taken = half._stats.take()
-    assert taken is not None
-    counted = {labels[0]: count for labels, count in taken.data["hook_failures"]}
-    assert counted == {"start_load_kv": 2, "get_finished": 2}
+    assert failures(half._stats) == {"start_load_kv": 2, "get_finished": 2}
 
 
 def test_a_shutdown_does_not_wait_for_a_store_that_hangs(
@@ -164,9 +157,7 @@ def test_a_shutdown_does_not_wait_for_a_store_that_hangs(
     half, slow = rank
     monkeypatch.setattr(worker, "CLOSE_S", 0.1)
     stored(half, ["cell"], WorkerReport())
-    until = time.monotonic() + 10
-    while slow.taken == 0 and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: slow.taken > 0)
     half.close()
     assert not slow.gate.is_set()
     assert "did not let go" in caplog.text

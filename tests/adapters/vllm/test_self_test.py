@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from kvserve_core.errors import UnsupportedSpecError
-from kvserve_core.spec import whole
-from kvserve_vllm.layout import Cell, dense
-from kvserve_vllm.placement import LayerCache, Placement
 from kvserve_vllm.self_test import check_layers
-from vllm_blocks import BLOCKS, DIM, HEADS, KV, TOKENS, caches
+from vllm_blocks import BLOCKS, TOKENS, caches, placed
 
 
 class Opaque:
@@ -35,9 +32,8 @@ class Writes:
 def check(*backends: Any, num_blocks: int = BLOCKS) -> int:
     found = caches()
     before = [cache.clone() for cache in found]
-    layers = {i: LayerCache(f"l.{i}", i % 2, TOKENS, dense(c, Cell(HEADS, DIM, DIM))) for i, c in enumerate(found)}
     modules = {f"l.{i}": SimpleNamespace(impl=impl, kv_cache=found[i]) for i, impl in enumerate(backends)}
-    checked = check_layers(Placement(KV, whole(KV), layers), modules, num_blocks)
+    checked = check_layers(placed(found), modules, num_blocks)
     assert all(torch.equal(*pair) for pair in zip(found, before, strict=True))
     return checked
 

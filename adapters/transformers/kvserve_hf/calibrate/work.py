@@ -132,7 +132,7 @@ def _reading(path: Path) -> Iterator[None]:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file, whole or not at all, and the folder that it lies in."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".new")
+    beside = path.with_name(path.name + UNFINISHED)
     beside.write_bytes(data)
     beside.replace(path)
 

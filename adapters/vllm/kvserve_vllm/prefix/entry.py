@@ -27,7 +27,7 @@ class Entry:
     """A request. exact: it loads nothing that lost anything. stores: whether it may store.
 
     held: quality of the KV that it has, from what it loaded. done: cells in front that need no storing. told: the
-    workers know of it. gone: it ended while it loaded. started_s, computed_from: where its prefill began, until timed.
+    workers know of it. gone: it ended while it loaded. timing: when and at which token its prefill began, until timed.
     """
 
     request: Any

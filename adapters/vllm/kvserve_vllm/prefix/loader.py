@@ -15,7 +15,7 @@ from kvserve_core.session import Consumer, Loaded, LoadFailed
 from kvserve_core.spec import SEGMENT_TOKENS, Region
 from kvserve_core.transport import Endpoint, Locator
 from kvserve_vllm.metadata import WorkerReport
-from kvserve_vllm.placement import NULL_BLOCK, Placement
+from kvserve_vllm.placement import Placement
 from kvserve_vllm.prefix.meta import PrefixLoad, PrefixLoaded
 from kvserve_vllm.worker.loads import WAIT_S, Ended
 
@@ -138,18 +138,12 @@ class PrefixLoader:
             if self._windowed:  # what the recomputed tokens would see of the window is not there
                 running.valid = load.start
             self.ended.failed.add(load.req_id)
-            self.ended.blocks.update(self._invalid(load, running.valid))
+            self.ended.blocks.update(self._placement.unfilled(load.blocks, running.valid, load.stop))
         if not load.wait:
             self.ended.done.add(load.req_id)
         outcome = joined(running, load.profile, time.monotonic() - running.started_s)
         report.prefix_loaded.append(PrefixLoaded(load.req_id, running.valid, outcome, running.reason))
         return load, outcome
-
-    def _invalid(self, load: PrefixLoad, valid: int) -> set[int]:
-        """Blocks of a request of one pool that hold a token that did not arrive."""
-        cache = next(iter(self._placement.layers.values()))
-        table = load.blocks[cache.pool]
-        return set(table[valid // cache.block_size : -(-load.stop // cache.block_size)]) - {NULL_BLOCK}
 
     def _session(self) -> Consumer:
         if self._consumer is None:

@@ -14,7 +14,7 @@ from kvserve_core.spec import SEGMENT_TOKENS
 from kvserve_core.transport import Locator
 from kvserve_vllm import compat
 from kvserve_vllm.arrival import Arrival
-from kvserve_vllm.metadata import Blocks, RankInfo, StepMeta, WorkerReport
+from kvserve_vllm.metadata import Blocks, RankInfo, StepMeta, WorkerReport, common_profiles
 from kvserve_vllm.params import TransferParams
 from kvserve_vllm.prefix.entry import Entry, Stage
 from kvserve_vllm.prefix.keeping import Keeping
@@ -66,10 +66,8 @@ class Prefixes:
     def meet(self, ranks: Sequence[RankInfo]) -> None:
         """What all ranks can encode, and the scales of their caches."""
         self._scales = tuple(rank.kv_scales for rank in ranks)
-        common = set.intersection(*(set(rank.profiles) for rank in ranks))
-        profiles = {name: ranks[0].profiles[name] for name in ranks[0].profiles if name in common}
         grid = {p.name for p in self._deployment.controller.profiles if p.pipeline.segment_tokens == SEGMENT_TOKENS}
-        self._prices.acceptable = (self._deployment.acceptable(profiles, None) & grid) | {RAW}
+        self._prices.acceptable = (self._deployment.acceptable(common_profiles(ranks), None) & grid) | {RAW}
 
     def arrived(self, request: Any, params: TransferParams) -> None:
         """A new request. One that fetches its prompt loads nothing here, and is kept only if that is exact and came

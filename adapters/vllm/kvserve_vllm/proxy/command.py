@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -17,6 +18,7 @@ from kvserve_core.settings import load_settings
 from kvserve_core.units import parse_bytes, parse_duration
 from kvserve_vllm.proxy.app import Options, application
 
+N = TypeVar("N", int, float)
 Floor = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Quality floor of requests that name none; default: that of the settings."),
@@ -48,9 +50,9 @@ def vllm_proxy(
         tuple(_url(u, "prefill") for u in prefill),
         tuple(_url(u, "decode") for u in decode),
         floor,
-        _seconds(prefill_timeout, "prefill-timeout"),
-        _seconds(health_interval, "health-interval"),
-        max_body_bytes=_bytes(max_body, "max-body"),
+        _above_zero(parse_duration, prefill_timeout, "prefill-timeout", "5s"),
+        _above_zero(parse_duration, health_interval, "health-interval", "5s"),
+        max_body_bytes=_above_zero(parse_bytes, max_body, "max-body", "16MiB"),
         classifier=None if chosen is None else default_registry().create("workload", chosen, "classifier"),
         api_key="" if api_key_file is None else _key(api_key_file),
     )
@@ -74,24 +76,14 @@ def _url(text: str, option: str) -> str:
     return text.rstrip("/")
 
 
-def _seconds(text: str, option: str) -> float:
+def _above_zero(parse: Callable[[str], N], text: str, option: str, example: str) -> N:
     try:
-        seconds = parse_duration(text)
+        value = parse(text)
     except ConfigError as error:
         raise error.under(option) from None
-    if not seconds:
-        raise ConfigError(f"{text!r} must be above 0; write for example '5s'", option)
-    return seconds
-
-
-def _bytes(text: str, option: str) -> int:
-    try:
-        size = parse_bytes(text)
-    except ConfigError as error:
-        raise error.under(option) from None
-    if not size:
-        raise ConfigError(f"{text!r} must be above 0; write for example '16MiB'", option)
-    return size
+    if not value:
+        raise ConfigError(f"{text!r} must be above 0; write for example {example!r}", option)
+    return value
 
 
 def _key(file: Path) -> str:

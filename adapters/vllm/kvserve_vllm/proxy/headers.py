@@ -46,4 +46,5 @@ def end_to_end(lines: Iterable[tuple[bytes, bytes]]) -> Lines:
     """All lines that are for the other end, names in lower case."""
     small = [(name.lower(), value) for name, value in lines]
     named = {part.strip().lower() for name, value in small if name == b"connection" for part in value.split(b",")}
-    return [(name, value) for name, value in small if name not in OF_THE_CONNECTION | named]
+    dropped = OF_THE_CONNECTION | named
+    return [(name, value) for name, value in small if name not in dropped]

@@ -17,7 +17,7 @@ from kvserve_core.transport import Endpoint, Locator
 from kvserve_vllm import compat
 from kvserve_vllm.arrival import Arrival
 from kvserve_vllm.compat import Scheduled
-from kvserve_vllm.metadata import Open, Profile, RankInfo, StepMeta, WorkerReport
+from kvserve_vllm.metadata import Open, Profile, RankInfo, StepMeta, WorkerReport, common_profiles
 from kvserve_vllm.params import TransferParams, answer, prompt_digest
 from kvserve_vllm.scheduler.settling import Settling
 from kvserve_vllm.scheduler.wanted import Wanted, leave_last_token
@@ -49,8 +49,7 @@ class Offering:
         self._ranks = len(ranks)
         self._endpoints = tuple(rank.endpoint for rank in ranks if rank.endpoint is not None)
         self._unsettled.ranks = len(self._endpoints)
-        common = set.intersection(*(set(rank.profiles) for rank in ranks))
-        self._profiles = {name: ranks[0].profiles[name] for name in ranks[0].profiles if name in common}
+        self._profiles = common_profiles(ranks)
 
     def arrived(self, request: Any, params: TransferParams) -> None:
         """A request asks for its KV to be offered."""

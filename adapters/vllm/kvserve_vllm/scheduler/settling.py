@@ -74,13 +74,13 @@ class Settling:
             self.refusals.add(unsettled.decision.profile, reason)
 
     def _settle(self, decision: Decision, outcome: Outcome) -> None:
-        self._deployment.controller.observe(decision, outcome)
+        controller = self._deployment.controller
+        controller.observe(decision, outcome)
         self._stats.transferred(outcome, "producer")
         self._stats.add("encode_seconds", outcome.encode_s)
         slo_s = decision.context.slo_s
         if slo_s is not None and decision.context.model_s + outcome.encode_s + outcome.total_s > slo_s:
             self._stats.add("slo_misses", 1)
-        controller = self._deployment.controller
         goodput = controller.links.estimate(decision.context.link)
         self._stats.add("goodput_bytes_per_second", goodput, decision.context.link)
         nbytes = decision.context.nbytes

@@ -16,7 +16,7 @@ from kvserve_core.session import Consumer, Loaded, LoadFailed
 from kvserve_core.spec import Region
 from kvserve_core.transport import Locator
 from kvserve_vllm.metadata import Load, LoadEnd, WorkerReport
-from kvserve_vllm.placement import NULL_BLOCK, Placement
+from kvserve_vllm.placement import Placement
 
 log = logging.getLogger(__name__)
 WAIT_S = 0.0005
@@ -171,14 +171,7 @@ class Loads:
             self.ended.done.add(load.req_id)
         if reason:
             self.ended.failed.add(load.req_id)
-            self.ended.blocks.update(self._invalid(load, valid))
-
-    def _invalid(self, load: Load, valid: int) -> list[int]:
-        """Blocks of a request of one pool that hold a token that did not arrive."""
-        cache = next(iter(self._placement.layers.values()))
-        table = load.blocks[cache.pool]
-        held = table[valid // cache.block_size : -(-load.stop // cache.block_size)]
-        return [block for block in held if block != NULL_BLOCK]
+            self.ended.blocks.update(self._placement.unfilled(load.blocks, valid, load.stop))
 
     def _session(self) -> Consumer:
         if self._consumer is None:

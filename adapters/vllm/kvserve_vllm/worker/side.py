@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,7 +25,6 @@ from kvserve_vllm.stats import StatsBuffer
 from kvserve_vllm.worker.loads import Ended, Loads
 from kvserve_vllm.worker.offers import Offers
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE_S = 0.004
 """How long a step in which nothing is computed may wait for a load to end: an engine that steps on and on takes the
