@@ -22,11 +22,12 @@ MIB = 2**20
 
 
 class HostMemory:
-    """Counts what is mapped, so that tests can see what is let go."""
+    """Counts what is copied in and what is mapped, so that tests can see what is there and what is let go."""
 
     def __init__(self) -> None:
         self.made: dict[int, SharedMemory] = {}
         self.mapped: dict[bytes, SharedMemory] = {}
+        self.laid = 0
 
     def allocate(self, nbytes: int, like: Body) -> tuple[Tensor, bytes]:
         shared = SharedMemory(create=True, size=nbytes)
@@ -39,6 +40,7 @@ class HostMemory:
 
     def put(self, room: Tensor, body: Body) -> None:
         room.copy_(torch.frombuffer(bytearray(host_bytes(body)), dtype=torch.uint8))
+        self.laid += 1
 
     def take(self, handle: bytes, nbytes: int, places: Sequence[Place]) -> list[tuple[Tensor, bytes]]:
         if handle not in self.mapped:

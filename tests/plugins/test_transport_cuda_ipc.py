@@ -87,9 +87,9 @@ def test_a_place_that_is_used_again_too_early_is_noticed(transport: HostIpc) -> 
     source = OnDevice(1, 64_000)
     address = transport.publish("t", source, 30)
     delivery = transport.fetch(address, "t", want(source.plan), soon())
-    settle(lambda: slots(transport).taken_bytes > 0)
-    room = transport._server._carrier._room
-    room[100] ^= 1
+    memory = transport._server._carrier._memory
+    settle(lambda: memory.laid == 1)
+    transport._server._carrier._room[100] ^= 1
     (sealed,) = list(delivery)
     with pytest.raises(IntegrityError):
         Codebook(source.header).unseal(sealed)
