@@ -1,10 +1,12 @@
 """The vLLM adapter between real OpenAI servers: compressed as the controller decides, raw, and recomputed, in turn.
 
 One decode server stays; for each link a prefill server is started whose ``tcp`` transport sends at most so fast, which
-the controller is never told. Each round asks with a prompt of its own (about 1500 tokens) in three ways: through the
-controller, through a named consumer that reads nothing but raw, and without prefill server. Their order changes by
-round. Before the rounds the controller sees a few requests, from which it learns what the link can do; they are
-reported apart. The figures: TTFT and JCT as a streaming client sees them, and what the decode server counted.
+the controller is never told. The core of an engine runs the model itself: workers in processes of their own spin while
+they wait, and with two engines on two cores that is what would be measured. Each round asks with a prompt of its own
+(about 1500 tokens) in three ways: through the controller, through a named consumer that reads nothing but raw, and
+without prefill server. Their order changes by round. Before the rounds the controller sees a few requests, from which
+it learns what the link can do; they are reported apart. The figures: TTFT and JCT as a streaming client sees them, and
+what the decode server counted.
 
 Then, over the slowest link but one: gaps between the tokens of a running answer, while other requests fetch and while
 none does, in turn.
@@ -51,7 +53,7 @@ def prefill_server(model: Path, folder: Path, library: Path, limit: str | None) 
     """One whose transport sends at ``limit``."""
     tcp = {"max_bandwidth": limit} if limit else {}
     settings = {"library": str(library), "slo": "600s", "lease": "600s", "transport": {"tcp": tcp}}
-    server = servers.engine(model, folder, "kv_producer", settings, arguments=ARGUMENTS)
+    server = servers.engine(model, folder, "kv_producer", settings, arguments=ARGUMENTS, env=ONE_PROCESS)
     try:
         yield server.wait()
     finally:
@@ -59,6 +61,9 @@ def prefill_server(model: Path, folder: Path, library: Path, limit: str | None) 
 
 
 ARGUMENTS = ("--dtype", "bfloat16", "--max-num-seqs", "16", "--num-gpu-blocks-override", "600")
+ARGUMENTS += ("--distributed-executor-backend", "uni")
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Without it vLLM takes ``uni`` for ``mp`` on a CPU; its HTTP server is a process of its own all the same."""
 
 
 def measure_link(
@@ -140,7 +145,7 @@ def run(given: argparse.Namespace, library: Path, folder: Path) -> dict[str, Any
     """Start the decode server, then a prefill server for each link."""
     model = smollm2()
     settings = {"library": str(library), "deadline": "600s"}
-    decode = servers.engine(model, folder, "kv_consumer", settings, arguments=ARGUMENTS)
+    decode = servers.engine(model, folder, "kv_consumer", settings, arguments=ARGUMENTS, env=ONE_PROCESS)
     links, tpot, profiles = {}, None, ProfileLibrary.load(library)
     try:
         clients = Clients(decode.wait(), prompts(model))
@@ -178,7 +183,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--learn", type=int, default=3, help="requests that the controller sees first")
+    parser.add_argument("--learn", type=int, default=6, help="requests that the controller sees first")
     parser.add_argument("--link", action="append", choices=LINKS, help="may be repeated; default: all")
     given = parser.parse_args()
     given.link = given.link or list(LINKS)

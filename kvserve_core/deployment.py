@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -279,10 +279,10 @@ class Deployment:
             everyone=everyone,
             link=link,
             counters=self.counters,
-            **self._on(device),
+            **(self.settings.cpu.model_dump() if device.type == "cpu" else self._on(device)),
         )
 
-    def _on(self, device: torch.device) -> dict[str, int]:
+    def _on(self, device: torch.device) -> dict[str, Any]:
         return self.settings.gpu.model_dump() if device.type == "cuda" else {}
 
     def close(self) -> None:

@@ -41,6 +41,14 @@ def peer_info(
     return PeerInfo(READS, reads, on, kv.fingerprint, shard, artefacts.hashes, link)
 
 
+def warm_up(peer: PeerInfo, registry: Registry) -> None:
+    """Let everything that this side may be sent make itself ready, so that no request waits for it."""
+    for kind in _STAGES:
+        for name in registry.names(kind):
+            if f"{kind}:{name}" in peer.reads:
+                registry.load(kind, name).warm_up()
+
+
 def negotiate(pipelines: Mapping[str, Pipeline], peer: PeerInfo) -> dict[str, Refusal | None]:
     """For each profile None when ``peer`` can decode it, else what it lacks."""
     return {name: acceptable(p.chains, p.used_artefacts, peer) for name, p in pipelines.items()}

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from kvserve_core.component import ComponentSpec, config_error
 from kvserve_core.errors import ConfigError, did_you_mean
 from kvserve_core.json_text import parsed
-from kvserve_core.settings_tables import GpuSettings, PeerSettings, TransportSettings
+from kvserve_core.settings_tables import CpuSettings, GpuSettings, PeerSettings, TransportSettings
 from kvserve_core.units import Bandwidth, Duration, Size
 from kvserve_core.wire import VERSION
 
@@ -49,6 +49,8 @@ def _written(version: str) -> str:
 
 WRITES = ".".join(map(str, VERSION))
 """The frame version that producers write."""
+POLICY = ComponentSpec(name="analytic", configuration={"min_gain": 0.02})
+"""Estimates and machines are not steady enough to tell 2 % from nothing."""
 Speed = Annotated[Bandwidth, Field(gt=0)]
 """Of a link, above 0."""
 WireVersion = Annotated[str, AfterValidator(_written)]
@@ -61,7 +63,7 @@ class Settings(BaseModel):
     The core reads ``library``, ``policy`` and ``transport`` itself (``kvserve doctor`` checks them), and has parameters
     that ``min_quality``, ``bandwidth``, ``priors``, ``chunk_bytes``, ``workload``, ``classifier`` and
     ``allow_unprofiled`` go to: the controller's and a context's. Engine adapters read the others and act on them:
-    ``wire_compat``, ``peers.accept``, ``slo``, ``deadline``, ``lease``, ``published_bytes_max``, ``gpu`` and
+    ``wire_compat``, ``peers.accept``, ``slo``, ``deadline``, ``lease``, ``published_bytes_max``, ``gpu``, ``cpu`` and
     ``lossy_prefix_cache``.
     """
 
@@ -74,7 +76,7 @@ class Settings(BaseModel):
     chunk_bytes: Size | None = Field(
         None, gt=0, description="original bytes that are encoded, sent and decoded at a time; all at once"
     )
-    policy: ComponentSpec = Field(ComponentSpec(name="analytic"), description="how a profile is picked")
+    policy: ComponentSpec = Field(POLICY, description="how a profile is picked; gains below 2 % are none")
     workload: str = Field("default", min_length=1, description="whose quality and ratio records apply")
     classifier: ComponentSpec | None = Field(None, description="names the workload of requests that do not, e.g. rules")
     transport: TransportSettings = Field(TransportSettings(), description="how segments move")
@@ -85,6 +87,7 @@ class Settings(BaseModel):
     )
     published_bytes_max: Size = Field(4 * 2**30, gt=0, description="host memory for published segments")
     gpu: GpuSettings = Field(GpuSettings(), description="what coding takes of a GPU")
+    cpu: CpuSettings = Field(CpuSettings(), description="what decoding takes of a CPU that the engine computes on")
     lease: Duration = Field(30.0, gt=0, description="how long a published transfer is held without renewal")
     deadline: Duration = Field(30.0, gt=0, description="longest wait for a peer")
     wire_compat: WireVersion | None = Field(None, description="newest frame version to write")
@@ -238,12 +241,20 @@ def _reserved(name: str) -> bool:
     return name in RESERVED or name.startswith("KVSERVE_FAULT")
 
 
+_TABLES: dict[str, type[BaseModel]] = {
+    "peers": PeerSettings,
+    "gpu": GpuSettings,
+    "cpu": CpuSettings,
+    "policy": ComponentSpec,
+}
+
+
 def _is_setting(keys: list[str]) -> bool:
     if keys[0] not in Settings.model_fields or not all(keys):
         return False
-    nested = {"transport": (1, 2, 3), "peers": (1, 2), "gpu": (1, 2), "policy": (1, 2, 3)}.get(keys[0], (1,))
-    tables: dict[str, type[BaseModel]] = {"peers": PeerSettings, "gpu": GpuSettings, "policy": ComponentSpec}
-    known = tables[keys[0]].model_fields if keys[0] in tables else None
+    depths = dict.fromkeys(_TABLES, (1, 2)) | {"transport": (1, 2, 3), "policy": (1, 2, 3)}
+    nested = depths.get(keys[0], (1,))
+    known = _TABLES[keys[0]].model_fields if keys[0] in _TABLES else None
     return len(keys) in nested and (len(keys) == 1 or known is None or keys[1] in known)
 
 

@@ -44,3 +44,11 @@ class GpuSettings(BaseModel):
     batch_bytes: Size = Field(
         128 * 2**20, ge=2**20, le=2**28, description="original bytes coded at a time; two batches are held"
     )
+
+
+class CpuSettings(BaseModel):
+    """How much of the host decoding takes from an engine that computes on a CPU."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    decoders: int = Field(0, ge=0, description="threads that decode at a time; 0: half the cores")
+    decode_share: float = Field(0.4, gt=0, le=1, description="part of its time that one decodes beside a running batch")

@@ -46,6 +46,10 @@ class Stage(ABC):
         self.config = config
         self.version = self.format_version
 
+    @classmethod
+    def warm_up(cls) -> None:
+        """What takes long once in a process: compiling, loading a library. Called when a session starts."""
+
     def bind(self, at: Region, spec: KVSpec, device: torch.device, artefacts: Artefacts) -> Self:
         """A copy ready for one (plane, layer block, head group); safe on one stream.
 

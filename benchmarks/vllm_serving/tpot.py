@@ -6,7 +6,7 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -19,23 +19,33 @@ RESTING_CORES = 0.1
 
 
 def measure_tpot(clients: Clients, prefill: Process, link: str, rounds: int) -> dict[str, Any]:
-    """Median gap between tokens of one answer while others fetch, over the median while none does."""
+    """Gaps between the tokens of one answer while others fetch, over those while none does, round by round."""
     rested(clients.decode)
-    gaps: dict[str, list[float]] = {"quiet": [], "kvserve": [], "raw": []}
+    gaps: dict[str, list[list[float]]] = {"quiet": [], "kvserve": [], "raw": []}
+    profiles: list[str] = []
     for _ in range(rounds):
-        gaps["quiet"] += _tpot(clients, [])
+        gaps["quiet"].append(_tpot(clients, []))
         for way in ("kvserve", "raw"):
             peer = clients.known(link, raw=way == "raw")
             waiting = [(p, clients.offered(prefill, p, peer)) for p in itertools.islice(clients.prompts, FETCHERS)]
+            profiles += [params["kvserve"]["locator"]["profile"] for _, params in waiting if way == "kvserve"]
             rested(prefill)
-            gaps[way] += _tpot(clients, waiting)
-    medians = {way: statistics.median(each) for way, each in gaps.items()}
+            gaps[way].append(_tpot(clients, waiting))
     return {
-        "tpot_s": {way: round(value, 5) for way, value in medians.items()},
-        "ratio": {way: round(medians[way] / medians["quiet"], 4) for way in ("kvserve", "raw")},
-        "gaps": {way: len(each) for way, each in gaps.items()},
+        "tpot_s": {way: round(statistics.median(itertools.chain(*each)), 5) for way, each in gaps.items()},
+        "ratio": {way: _ratio(gaps[way], gaps["quiet"], statistics.median) for way in ("kvserve", "raw")},
+        "ratio_of_means": {way: _ratio(gaps[way], gaps["quiet"], statistics.mean) for way in ("kvserve", "raw")},
+        "profiles": {name: profiles.count(name) for name in sorted(set(profiles))},
+        "gaps": {way: sum(map(len, each)) for way, each in gaps.items()},
         "fetches_at_once": FETCHERS,
     }
+
+
+def _ratio(
+    busy: Sequence[Sequence[float]], quiet: Sequence[Sequence[float]], of: Callable[[Sequence[float]], float]
+) -> float:
+    """Median over rounds of a round's median, or mean, over that of the same round without fetches."""
+    return round(statistics.median(of(b) / of(q) for b, q in zip(busy, quiet, strict=True)), 4)
 
 
 def rested(server: Process) -> None:

@@ -16,13 +16,14 @@ from torch import Tensor
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.decoder import Decoder
 from kvserve_core.errors import ConfigError, IntegrityError, TransferCancelled, Unacceptable
-from kvserve_core.handshake import peer_info
+from kvserve_core.handshake import peer_info, warm_up
 from kvserve_core.metrics import Counters
 from kvserve_core.policy import Outcome
 from kvserve_core.registry import Registry, default_registry
 from kvserve_core.session.coverage import Coverage, clip, cut
 from kvserve_core.session.events import Loaded, LoadFailed, Scatter, split_region
 from kvserve_core.session.fetching import Fetch, Leg
+from kvserve_core.session.gate import Gate, half_the_cores
 from kvserve_core.session.lanes import Lane
 from kvserve_core.session.routing import route, share
 from kvserve_core.spec import KVSpec, Region, Shard
@@ -42,7 +43,9 @@ class Consumer:
     so that producers know when the last one is done; default: the tensor-parallel ranks beside this one.
     link: under which name the producer keeps the goodput seen from here. threads: requests served at once; further
     ones wait, within their deadline. batch_bytes: original bytes decoded in one call. sms: a GPU's multiprocessors that
-    decoding may use, 0 for all.
+    decoding may use, 0 for all. decoders: batches decoded at a time; 0 for half the cores of this process, and on a GPU
+    for as many as there are threads. decode_share: part of its time that a thread decodes while ``gate.busy``, which is
+    the engine's to set; the rests count as time of decoding.
 
     Raises:
         ConfigError: ``everyone`` does not hold ``shard``.
@@ -63,6 +66,8 @@ class Consumer:
         threads: int = 32,
         batch_bytes: int = 4 * 2**20,
         sms: int = 0,
+        decoders: int = 0,
+        decode_share: float = 1.0,
         counters: Counters | None = None,
     ) -> None:
         self._kv, self._shard, self._transport_for, self._scatter = kv, shard, transport_for, scatter
@@ -72,8 +77,10 @@ class Consumer:
             raise ConfigError(f"'everyone' must hold the shard of this rank, {shard}")
         self._batch_bytes = batch_bytes
         self._lane = Lane(device, sms)
+        self.gate = Gate(decoders or (threads if device.type == "cuda" else half_the_cores()), decode_share)
         self.counters = counters or Counters()
         self.peer = peer_info(kv, shard, self._registry, artefacts, device, link)
+        warm_up(self.peer, self._registry)
         self._events: queue.SimpleQueue[ConsumerEvent] = queue.SimpleQueue()
         self._active: dict[str, Fetch] = {}
         self._ended = threading.Condition()
@@ -219,13 +226,14 @@ class Consumer:
             self._decode(job, leg, decoder, batch)
 
     def _decode(self, job: Fetch, leg: Leg, decoder: Decoder, batch: list[Segment]) -> None:
-        if job.cancelled.is_set():
-            return
-        started = time.perf_counter()
-        decoded = decoder.decode(batch)
-        for at, x in decoded:
-            for plane_at, piece in split_region(self._kv, at, x):
-                self._place(job, leg, plane_at, piece)
+        with self.gate.turn(job.cancelled):
+            if job.cancelled.is_set():
+                return
+            started = time.perf_counter()
+            decoded = decoder.decode(batch)
+            for at, x in decoded:
+                for plane_at, piece in split_region(self._kv, at, x):
+                    self._place(job, leg, plane_at, piece)
         leg.decode_s += time.perf_counter() - started
 
     def _place(self, job: Fetch, leg: Leg, at: Region, x: Tensor) -> None:

@@ -20,6 +20,7 @@ from kvserve_core.stages import Codec
 from kvserve_core.tensor import Encoded, Part
 from kvserve_plugins.kernels import rans_file, rans_fit
 from kvserve_plugins.kernels.blobs import blob_of, host_bytes
+from kvserve_plugins.kernels.rans_native import native
 from kvserve_plugins.kernels.rans_pack import pack
 from kvserve_plugins.kernels.rans_set import PUBLISHED, TableSet
 from kvserve_plugins.kernels.rans_unpack import Reader
@@ -57,6 +58,11 @@ class Rans(Codec):
     def artefacts(self) -> frozenset[str]:
         """The tables, if they are a model's own."""
         return frozenset([self.config.tables] if self.config.tables else [])
+
+    @classmethod
+    def warm_up(cls) -> None:
+        """Compile the loops."""
+        native()
 
     def bind(self, at: Region, spec: KVSpec, device: torch.device, artefacts: Artefacts) -> Self:
         """Read the tables.

@@ -1,4 +1,4 @@
-"""Interleaved rANS over many lanes and many streams at once: one loop over steps, numpy over everything else.
+"""Interleaved rANS over many lanes and many streams at once: one loop over steps, NumPy over everything else.
 
 Each lane is a 32-bit state in ``[2^16, 2^32)``, renormalised by 16-bit words; precision is 12 bits. A stream has N
 lanes; its symbols are laid out in steps of N, lane j takes symbol j of each step. All lanes of a stream share one
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvserve_plugins.kernels.rans_native import native
 from kvserve_plugins.kernels.rans_set import PUBLISHED, TableSet
 from kvserve_plugins.kernels.rans_tables import ESCAPE, PRECISION, TOTAL
 
@@ -53,6 +54,12 @@ def encode(symbols: Sequence[U8], tables: Sequence[U8], of: TableSet = PUBLISHED
 
 def _push(x: U32, pairs: U32, lanes: list[NDArray[np.intp]], words: list[U16]) -> None:
     """Put steps into the states, last first. A state that would overflow gives its low word away before."""
+    if (loops := native()) is not None:
+        given, away = np.empty(pairs.size, np.intp), np.empty(pairs.size, np.uint16)
+        first = loops.push(x, pairs, given, away)
+        lanes.append(given[first:])
+        words.append(away[first:])
+        return
     scratch = np.empty_like(x)
     for pair in pairs[::-1]:
         count, start = pair >> PRECISION, pair & (TOTAL - 1)
@@ -113,6 +120,9 @@ class Decoder:
 
     def _pop(self, x: U32, base: U32, at: NDArray[np.intp], owner: NDArray[np.intp]) -> None:
         """Take steps out of the states; ``base`` (first slot of each symbol's table) becomes entries of ``SLOTS``."""
+        if (loops := native()) is not None:
+            loops.pop(x, base, at, owner, self._words, self._slots)
+            return
         ranks, count = np.arange(x.size), len(at)
         slot, low = np.empty(x.size, np.uint32), np.empty(x.size, np.uint32)
         for entry in base:

@@ -76,6 +76,7 @@ def test_variables_take_json_and_lists_take_commas() -> None:
         "KVSERVE_WIRE_COMPAT": "1.0",
         "KVSERVE_GPU__SMS": "16",
         "KVSERVE_GPU__BATCH_BYTES": "64MiB",
+        "KVSERVE_CPU__DECODE_SHARE": "0.5",
     }
     settings = load_settings(None, environ).settings
     assert settings.allow_unprofiled == ("fast", "small")
@@ -84,6 +85,7 @@ def test_variables_take_json_and_lists_take_commas() -> None:
     assert settings.library == Path("/models/m.kvlib")
     assert settings.wire_compat == "1.0"
     assert (settings.gpu.sms, settings.gpu.batch_bytes) == (16, 64 * 2**20)
+    assert (settings.cpu.decoders, settings.cpu.decode_share) == (0, 0.5)
 
 
 def test_a_table_in_a_variable_comes_before_its_fields() -> None:
@@ -116,6 +118,7 @@ def test_the_given_extra_config_is_not_changed() -> None:
         ({"peers": {"accpt": "any"}}, "peers.accpt", "unknown setting 'accpt'; did you mean 'accept'? allowed: accept"),
         ({"peers": {"accept": "al"}}, "peers.accept", "Input should be 'portable' or 'any', got 'al'"),
         ({"gpu": {"sms": -1}}, "gpu.sms", "Input should be greater than or equal to 0, got -1"),
+        ({"cpu": {"decode_share": 0}}, "cpu.decode_share", "Input should be greater than 0, got 0"),
         ({"gpu": {"batch_bytes": "1GiB"}}, "gpu.batch_bytes", "Input should be less than or equal to 268435456"),
         (
             {"policy": {"name": "static", "confguration": {}}},

@@ -99,3 +99,22 @@ def test_a_small_gain_is_not_worth_a_loss(lossy_s: float, min_gain: float, expec
         key=lambda c: c.latency_s,
     )
     assert offered[policy.choose(ServiceContext(nbytes=1), offered).index].profile == expected
+
+
+@pytest.mark.parametrize(
+    ("lossy_s", "exact_s", "expected"),
+    [
+        (0.90, 0.92, "exact"),  # a loss gains too little, no loss enough
+        (0.90, 0.97, "lossy"),
+        (0.96, 0.97, "raw"),
+        (0.98, 0.93, "exact"),
+        (1.10, 0.97, "raw"),
+        (1.10, 1.20, "raw"),
+    ],
+)
+def test_a_small_gain_is_not_worth_coding(lossy_s: float, exact_s: float, expected: str) -> None:
+    policy = Analytic(Analytic.Config(min_gain=0.05))
+    rows = (("lossy", lossy_s, 0.99), ("exact", exact_s, 1.0), ("raw", 1.0, 1.0))
+    offered = [Candidate(name, 2.0, s, 0.0, 0.0, 0.0, quality) for name, s, quality in rows]
+    offered.sort(key=lambda c: c.latency_s)
+    assert offered[policy.choose(ServiceContext(nbytes=1), offered).index].profile == expected

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvserve_core.tensor import Part
 from kvserve_plugins.codecs import rans as module
 from kvserve_plugins.codecs.rans import Rans
 from kvserve_plugins.codecs.zstd import Zstd
-from kvserve_plugins.kernels import rans_make, rans_pack
+from kvserve_plugins.kernels import rans_lanes, rans_make, rans_pack
 from kvserve_plugins.kernels.blobs import blob_of
 from kvserve_plugins.kernels.rans_model import fit, low_bits, rounded_shift, unshifted
 from kvserve_plugins.kernels.rans_set import PUBLISHED
@@ -29,6 +30,17 @@ GOLDEN = (
     "00393f3a1b5559192551010055b14900f5e3e6432410fe0fee5afd35a74ecaaf02d2439c4679885f87cb418f4c4b24dc9b22"
     "ede1fff05a849859dc12ad1ce7d1ca1b5885cbc455ccd091f7ebf4dc9681086f5db4baa85e0b89075a3e2337af66"
 )
+
+
+@pytest.fixture(autouse=True, scope="module", params=["numba", "numpy"])
+def loops(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here holds for the loops in machine code and for those in NumPy."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(rans_lanes, "native", lambda: None)
+        else:
+            pytest.importorskip("numba", reason="numba is an extra: pip install 'kvserve[fast]'")
+        yield
 
 
 def part_of(q: NDArray[np.integer], alphabet: int = 255) -> Part:

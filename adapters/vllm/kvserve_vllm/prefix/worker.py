@@ -86,6 +86,11 @@ class PrefixWorker:
             self._isolated("start_load_kv", lambda: loader.cancel(meta.prefix_cancel))
             self._isolated("start_load_kv", lambda: self._stats.loaded(loader.start(meta.prefix_load, report)))
 
+    def computes(self, busy: bool) -> None:
+        """Whether a batch runs now, beside which decoding leaves room."""
+        if self._consumer is not None:
+            self._consumer.gate.busy = busy
+
     def after_forward(self, meta: StepMeta, report: WorkerReport) -> None:
         """This step's tokens are computed (or queued on the GPU)."""
         if self.writer is not None:
@@ -112,17 +117,17 @@ class PrefixWorker:
         return Ended() if self.loader is None else self.loader.ended.take()
 
     def close(self) -> None:
-        """Stop threads; one that a store keeps hanging is left behind."""
-        closing = [
-            threading.Thread(target=session.close, name="kvserve-close", daemon=True)
-            for session in (self._producer, self._consumer)
-            if session is not None
-        ]
+        """Stop threads; within ``CLOSE_S`` those that a store keeps hanging are left behind."""
         until_s = time.monotonic() + CLOSE_S
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join(max(0.0, until_s - time.monotonic()))
-        if any(thread.is_alive() for thread in closing):
-            log.warning("the store %r did not let go within %g s", self._name, CLOSE_S)
+        closing = threading.Thread(target=self._close_consumer, name="kvserve-close", daemon=True)
+        closing.start()
+        if self._producer is not None:
+            self._producer.close(CLOSE_S)
+        closing.join(max(0.0, until_s - time.monotonic()))
+        if closing.is_alive():
+            log.warning("the store %r did not let go of a load within %g s", self._name, CLOSE_S)
         self._producer = self._consumer = None
+
+    def _close_consumer(self) -> None:
+        if (consumer := self._consumer) is not None:
+            consumer.close()

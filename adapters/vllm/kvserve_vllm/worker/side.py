@@ -126,12 +126,21 @@ class WorkerSide:
     def load(self, meta: StepMeta) -> None:
         """Start this step's loads."""
         self._idle = meta.idle
+        self._computes(False)  # it waits for some of them
         if (loads := self.loads) is not None:
             self._isolated("start_load_kv", lambda: loads.cancel(meta.cancel))
             self._isolated("start_load_kv", lambda: loads.release(meta.release))
             self._isolated("start_load_kv", lambda: self.stats.loaded(loads.start(meta.load, self._report)))
         if (prefix := self.prefix) is not None:
             self._isolated("start_load_kv", lambda: prefix.load(meta, self._report))
+        self._computes(not meta.idle)
+
+    def _computes(self, busy: bool) -> None:
+        """Decoding leaves room for a batch that runs beside it."""
+        if self._consumer is not None:
+            self._consumer.gate.busy = busy
+        if self.prefix is not None:
+            self.prefix.computes(busy)
 
     def after_forward(self, meta: StepMeta) -> None:
         """This step's tokens are computed (or queued on the GPU)."""
