@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, whole
+from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, Shard
 from kvserve_vllm.layout import Cell, dense
 from kvserve_vllm.placement import LayerCache, Placement
 
@@ -23,11 +23,11 @@ def caches() -> list[Tensor]:
     return [torch.randn(BLOCKS, HEADS, TOKENS, 2 * DIM) for _ in range(3)]
 
 
-def placed(found: Sequence[Tensor]) -> Placement:
-    """All layers of the model over their caches."""
+def placed(found: Sequence[Tensor], held: tuple[int, ...] = (0, 1, 2)) -> Placement:
+    """The layers that a rank holds, over their caches."""
     cell = Cell(HEADS, DIM, DIM)
-    layers = {i: LayerCache(f"l.{i}", i % 2, TOKENS, dense(cache, cell)) for i, cache in enumerate(found)}
-    return Placement(KV, whole(KV), layers)
+    layers = {i: LayerCache(f"l.{i}", i % 2, TOKENS, dense(found[i], cell)) for i in held}
+    return Placement(KV, Shard(held), layers)
 
 
 def tables() -> tuple[list[int], list[int]]:

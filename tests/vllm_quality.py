@@ -1,56 +1,62 @@
-"""The reference engine's view of a lossy profile: what the same texts lose there, token by token."""
+"""What a lossy profile costs, judged by an engine itself: texts forced after contexts that it computed or was sent.
+
+The context of a text is a request of its own, whose whole blocks stay in the engine's prefix cache (``allow``). The
+whole text then goes on from these blocks: the log-probabilities of its other tokens are those of that context's KV.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from kvserve_core.decoder import Decoder
-from kvserve_core.library import ProfileLibrary
-from kvserve_core.pipeline import Pipeline
-from kvserve_core.session.events import gather_region, split_region
-from kvserve_core.spec import whole
-from kvserve_hf.convert import smollm2
-from kvserve_hf.engine import Engine
+Logprobs = Mapping[int, float]
+"""Of the likeliest tokens at one place, and of the text's own."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Of a profile on texts, ``[text, token]`` for the tokens after the prompt: KL and more nats, and equal top-1."""
+    """Means over places. kl, more_nats: of lossy context against exact. top1: how often the likeliest is the same."""
 
-    kl: Tensor
-    more_nats: Tensor
-    top1: Tensor
-
-
-def reference_loss(library: ProfileLibrary, profile: str, texts: Sequence[Sequence[int]], seen: int) -> Loss:
-    """Prompts of ``seen`` tokens go through real frames; the rest of each text is forced after them."""
-    engine = Engine.load(smollm2())
-    spec = engine.spec
-    found = library.profile(profile)
-    assert found is not None
-    pipeline = Pipeline.build(found.pipeline, spec, whole(spec), artefacts=library.artefacts)
-    rows = [_loss(engine, pipeline, library, list(text), seen) for text in texts]
-    return Loss(*(torch.stack(column) for column in zip(*rows, strict=True)))
+    kl: float
+    more_nats: float
+    top1: float
 
 
-def _loss(
-    engine: Engine, pipeline: Pipeline, library: ProfileLibrary, ids: list[int], seen: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = seen - 1
-    engine.prefill("exact", ids[:total])
-    header, plan = pipeline.header("exact", total, "profile")
-    segments = pipeline.encode([(p, gather_region(engine.gather, "exact", p.at)) for p in plan])
-    engine.open("lossy", total)
-    for at, x in Decoder(header, engine.spec, artefacts=library.artefacts).decode(segments):
-        for part, piece in split_region(engine.spec, at, x):
-            engine.scatter("lossy", part, piece)
-    exact, lossy = (engine.teacher_forced(name, ids[total:-1]).log_softmax(-1) for name in ("exact", "lossy"))
-    for name in engine.held:
-        engine.release(name)
-    judged = torch.tensor(ids[seen:])[:, None]
-    more_nats = (exact.gather(1, judged) - lossy.gather(1, judged))[:, 0]
-    return (exact.exp() * (exact - lossy)).sum(-1), more_nats, (exact.argmax(-1) == lossy.argmax(-1)).float()
+def forced(llm: Any, text: Sequence[int], seen: int, top: int) -> tuple[list[Logprobs], int]:
+    """For each token after ``seen``; and how many tokens came from the prefix cache."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=top, skip_reading_prefix_cache=False
+    )
+    (output,) = llm.generate([{"prompt_token_ids": list(text)}], sampling, use_tqdm=False)
+    return [
+        {t: x.logprob for t, x in place.items()} for place in output.prompt_logprobs[seen:]
+    ], output.num_cached_tokens
+
+
+def loss(
+    exact: Sequence[Sequence[Logprobs]], lossy: Sequence[Sequence[Logprobs]], texts: Sequence[Sequence[int]], seen: int
+) -> Loss:
+    """Of texts whose tokens from ``seen`` on were judged."""
+    places = [
+        (e, q, token)
+        for text, es, qs in zip(texts, exact, lossy, strict=True)
+        for token, e, q in zip(text[seen:], es, qs, strict=True)
+    ]
+    return Loss(
+        sum(kl(e, q) for e, q, _ in places) / len(places),
+        sum(e[token] - q[token] for e, q, token in places) / len(places),
+        sum(max(e, key=e.__getitem__) == max(q, key=q.__getitem__) for e, q, _ in places) / len(places),
+    )
+
+
+def kl(reference: Logprobs, test: Logprobs) -> float:
+    """KL over the tokens that both name, and the rest as one outcome."""
+    both = reference.keys() & test.keys()
+    total = sum(math.exp(reference[t]) * (reference[t] - test[t]) for t in both)
+    rest_p = max(1e-9, 1 - sum(math.exp(reference[t]) for t in both))
+    rest_q = max(1e-9, 1 - sum(math.exp(test[t]) for t in both))
+    return total + rest_p * math.log(rest_p / rest_q)

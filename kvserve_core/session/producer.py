@@ -29,6 +29,8 @@ from kvserve_core.session.source import Source
 from kvserve_core.transport import Endpoint, Released, Transport
 
 CPU = torch.device("cpu")
+CLOSE_S = 5.0
+"""How long a producer that closes waits for its encode thread, which a store that hangs may hold for good."""
 log = logging.getLogger(__name__)
 ProducerEvent: TypeAlias = Freed | Failed | Outcome
 
@@ -131,13 +133,19 @@ class Producer:
             except queue.Empty:
                 return events
 
-    def close(self) -> None:
-        """Stop the encode thread and withdraw what is still published."""
+    def close(self, wait_s: float = CLOSE_S) -> None:
+        """Withdraw what is still published and stop the encode thread.
+
+        A thread that does not end within ``wait_s`` is left behind, which the log says: a process can end without it.
+        """
         self._closed = True
         self._jobs.put(None)
         for source in list(self._sources.values()):
             self._fail(source, "the producer is shutting down")
-        self._thread.join()
+        self._thread.join(wait_s)
+        if self._thread.is_alive():
+            what = f"the store {self._transport.address!r}" if self._transport.persistent else "a batch"
+            log.warning("%s did not let go of the encode thread within %g s, which is left behind", what, wait_s)
 
     def _enter(self, source: Source) -> None:
         with self._lock:

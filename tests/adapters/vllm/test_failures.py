@@ -5,22 +5,38 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_engines import EngineProcess, generate, held, metrics, scheduler_side
+from kvserve_core.spec import KVSpec
+from vllm_engines import EngineProcess, external_tokens, generate, held, metrics, scheduler_side, worker_side
 from vllm_models import save
 from vllm_pairs import NEW_TOKENS, Pair
+from vllm_peers import Peer, Planes, fetched
+from vllm_segments import tiny_spec
+from vllm_servers import wait_until
 
 Start = Callable[..., EngineProcess]
 Prompts = list[list[int]]
+CELL = 256
 SLOW = {
     "lease": "1s",
     "transport": {"tcp": {"faults": "corrupt:1", "max_bandwidth": "8Mbps", "heartbeat": "0.5s"}},
 }
 IMPATIENT = {"deadline": "3s"}
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt of a model, and its KV."""
+
+    kv: KVSpec
+    prompt: list[int]
+    planes: Planes
 
 
 def watch(llm: Any) -> None:
@@ -37,8 +53,13 @@ def watch(llm: Any) -> None:
 
 def ends(llm: Any) -> list[str]:
     """Reasons of the loads that ended since the last call."""
+    return [reason for reason, _ in ends_and_valid(llm)]
+
+
+def ends_and_valid(llm: Any) -> list[tuple[str, int]]:
+    """The same with how many tokens had come until then."""
     kept, llm.kvserve_ends = llm.kvserve_ends, []
-    return [end.reason for end in kept]
+    return [(end.reason, end.valid) for end in kept]
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +145,81 @@ def test_the_policy_fail_ends_the_request_and_no_other(
     assert [a.finish for a in answers] == ["error", "length"]
     assert answers[1].tokens == expected[0]
     assert not any(strict.decode.call(held).values())
+
+
+@pytest.fixture(scope="module")
+def prefilled(pair: Pair, folders: dict[str, Path], prompts: Prompts) -> Prefilled:
+    """A prompt of two cells, and its KV as the prefill engine computed it."""
+    prompt, kv = prompts[6][:400], tiny_spec(folders["llama"])
+    found = (fetched(kv, pair.offers([prompt])[0]) for _ in range(2))  # the first segment it sends is corrupt
+    return Prefilled(kv, prompt, next(planes for planes in found if planes is not None))
+
+
+def answered(
+    pair: Pair, prompt: list[int], params: dict[str, Any], meanwhile: Callable[[], None]
+) -> tuple[Any, str, int]:
+    """The decode engine's answer while something happens; how its load ended, and how many tokens had come."""
+    pair.decode.call(ends)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(pair.answers, [prompt], [params])
+        meanwhile()
+    ((reason, valid),) = pair.decode.call(ends_and_valid)
+    return answer.result()[0], reason, valid
+
+
+@pytest.mark.parametrize("state", ["before its offer", "while it sends", "between segments"])
+def test_a_peer_that_dies_before_all_of_it_came(pair: Pair, prefilled: Prefilled, state: str) -> None:
+    expected = pair.alone([prefilled.prompt])[0]
+    with Peer(prefilled.kv, prefilled.planes, "1Mbps" if state == "while it sends" else "1Gbps") as peer:
+
+        def die() -> None:
+            peer.wait_asked(CELL if state == "between segments" else 0)
+            time.sleep(0.3)  # what it had to give before is under way, or there
+            peer.kill()
+
+        if state == "before its offer":
+            peer.kill()
+            answer, reason, valid = answered(pair, prefilled.prompt, peer.named(state), lambda: None)
+        else:
+            params = peer.offer(state, CELL if state == "between segments" else len(prefilled.prompt) - 1)
+            answer, reason, valid = answered(pair, prefilled.prompt, params, die)
+    assert (answer.tokens, answer.finish) == (expected, "length")
+    assert "PeerLost" in reason or "TransferTimeout" in reason
+    assert valid == (CELL if state == "between segments" else 0)
+    assert not any(pair.decode.call(held).values())
+
+
+def test_a_peer_that_dies_after_its_last_segment_is_not_missed(
+    pair: Pair, prefilled: Prefilled, tmp_path: Path
+) -> None:
+    expected = pair.alone([prefilled.prompt])[0]
+    before = pair.decode.call(external_tokens)
+    with Peer(prefilled.kv, prefilled.planes, "1Gbps") as peer:
+
+        def die() -> None:
+            wait_until(lambda: (tmp_path / "arrived").exists())
+            peer.kill()
+            (tmp_path / "go").touch()
+
+        pair.decode.call(hold_release, tmp_path)
+        params = peer.offer("after the last", len(prefilled.prompt) - 1)
+        answer, reason, valid = answered(pair, prefilled.prompt, params, die)
+    assert (answer.tokens, reason, valid) == (expected, "", len(prefilled.prompt) - 1)
+    assert pair.decode.call(external_tokens) - before == len(prefilled.prompt) - 1
+    assert not any(pair.decode.call(held).values())
+
+
+def hold_release(llm: Any, folder: Path) -> None:
+    """What the next load has to say to its producer waits until the folder holds ``go``."""
+    consumer = worker_side(llm)._consumer
+
+    def release(*given: Any) -> None:
+        del consumer._release
+        (folder / "arrived").touch()
+        wait_until(lambda: (folder / "go").exists())
+        consumer._release(*given)
+
+    consumer._release = release
 
 
 def test_a_producer_that_dies(pair: Pair, prompts: Prompts) -> None:

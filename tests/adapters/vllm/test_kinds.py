@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from vllm_engines import EngineProcess, external_tokens, held, metrics
+from vllm_engines import EngineProcess, external_tokens, held, metrics, worker_side
 from vllm_pairs import Pair, check_equal
 
 Start = Callable[..., EngineProcess]
@@ -18,7 +19,6 @@ CHUNKED = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
 @pytest.mark.parametrize(
     ("model", "extra", "llm"),
     [
-        pytest.param("llama", {"sync_load": True}, CHUNKED, id="sync-chunked"),
         pytest.param("gemma3", {}, CHUNKED, id="windows-chunked"),
         pytest.param("deepseek", {}, {"block_size": 16}, id="mla"),
     ],
@@ -31,6 +31,33 @@ def test_tokens_are_those_of_one_engine(
     llm: dict[str, int],
 ) -> None:
     check_equal(engine_pair(model, extra, llm), prompts)
+
+
+def test_sync_loads_and_one_whose_poll_fails(engine_pair: Callable[..., Pair], prompts: list[list[int]]) -> None:
+    """What a step computes on a load that was waited for in vain is not taken for the prompt's."""
+    pair = engine_pair("llama", {"sync_load": True}, CHUNKED)
+    check_equal(pair, prompts)
+    expected = pair.alone([prompts[6]])
+    offered = pair.offers([prompts[6]])
+    pair.decode.call(fail_one_poll)
+    assert [answer.tokens for answer in pair.answers([prompts[6]], offered)] == expected
+    assert pair.decode.call(metrics)["kvserve:hook_failures{hook=start_load_kv}"] == 1
+    for engine in (pair.decode, pair.prefill):
+        assert not any(engine.call(held).values())
+
+
+def fail_one_poll(llm: Any) -> None:
+    """The consumer's next poll that would tell something raises, and what it had to tell is lost."""
+    consumer = worker_side(llm)._consumer
+    poll = consumer.poll
+
+    def failing() -> Any:
+        if told := poll():
+            del consumer.poll
+            raise RuntimeError(f"injected in place of {told}")
+        return told
+
+    consumer.poll = failing
 
 
 def test_another_connector_may_work_beside_it(

@@ -13,7 +13,7 @@ from kvserve_core.policy import Decision, ServiceContext
 from kvserve_core.profile import LOSSLESS_PIPELINE
 from kvserve_core.registry import default_registry
 from kvserve_core.session import Producer
-from kvserve_core.spec import Region, whole
+from kvserve_core.spec import Region
 from kvserve_vllm.metadata import Open, WorkerReport
 from kvserve_vllm.worker.offers import PREEMPTED, Offers
 from vllm_blocks import DIM, KV, WINDOW, caches, placed, tables, until
@@ -22,11 +22,13 @@ TOTAL = 300
 DECISION = Decision("lossless", "test", ServiceContext(1), 1e9)
 
 
-@pytest.fixture
-def offers() -> Iterator[Offers]:
+@pytest.fixture(params=[(0, 1, 2)])
+def offers(request: pytest.FixtureRequest) -> Iterator[Offers]:
+    """Of a rank that holds these layers."""
     registry = default_registry()
-    made = Offers(placed(caches()), lambda: None)
-    pipelines = {"lossless": Pipeline.build(LOSSLESS_PIPELINE, KV, whole(KV))}
+    placement = placed(caches(), request.param)
+    made = Offers(placement, lambda: None)
+    pipelines = {"lossless": Pipeline.build(LOSSLESS_PIPELINE, KV, placement.shard)}
     transport = registry.create("transport", {"name": "memory"})
     producer = Producer(pipelines, transport, made.gather)
     made.attach(producer)
@@ -128,6 +130,22 @@ def test_a_window_is_kept_when_the_engine_takes_its_blocks(offers: Offers) -> No
     assert int(got[:, :, 0].abs().sum()) == 0
     part = Region(1, "v", (1,), (1,), TOTAL - 9, TOTAL - 2)
     assert torch.equal(offers.gather("t", part), want[:, 1:, WINDOW - 9 : WINDOW - 2])
+
+
+@pytest.mark.parametrize("offers", [(0, 2), (1,)], indirect=True, ids=["no window here", "windows only"])
+def test_a_stage_of_a_pipeline_may_hold_no_layer_of_a_group(offers: Offers) -> None:
+    report = WorkerReport()
+    offers.open(opened(), report)
+    offers.advance({"r": TOTAL})
+    done: set[str] = set()
+
+    def given_back() -> bool:
+        offers.poll(report)
+        done.update(offers.finished({"r"}))
+        return bool(done)
+
+    until(given_back)
+    assert report.empty  # nothing failed
 
 
 def test_growing_blocks_are_appended_by_pool(offers: Offers) -> None:

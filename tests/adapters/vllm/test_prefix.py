@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from blake3 import blake3
@@ -16,6 +18,7 @@ from kvserve_vllm.prefix.keys import check_prefixes, prompt_keys
 from kvserve_vllm.spec import ServedModel
 from vllm_engines import EngineProcess, external_tokens, forget, generate, metrics, scheduler_side, settle
 from vllm_prefixes import CELL, NEW_TOKENS, loaded_again, nothing_held, setup, untimed
+from vllm_servers import wait_until
 
 Folders = dict[str, Path]
 Prompts = list[list[int]]
@@ -107,6 +110,28 @@ def test_after_a_damaged_or_evicted_cell_the_rest_is_computed_and_stored_anew(
     assert loaded_again(second, [prefixes[2]]) == ([computed[2]], 5 * CELL)
 
 
+def test_two_engines_that_store_the_same_cells_at_once(
+    folders: Folders, second: EngineProcess, prompts: Prompts, store: Path, tmp_path: Path
+) -> None:
+    """Each begins to write each cell only when the other one has begun too."""
+    prompt = prompts[7][5 : 5 + 2 * CELL + 40]
+    before = set(store.iterdir())
+    with EngineProcess(setup(folders["llama"], store)) as third:
+        both = (second, third)
+        for engine in both:
+            engine.call(write_together, tmp_path)  # waits until it is up
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda engine: engine.call(generate, [prompt], NEW_TOKENS)[0].tokens, both))
+        assert all(engine.call(nothing_held) for engine in both)
+        second.call(write_together, None)
+        assert len(list(tmp_path.iterdir())) == 2 * 2
+        made = set(store.iterdir()) - before
+        assert [path.suffix for path in made] == [".kvframe"] * 2  # and nothing half done
+        assert answers[0] == answers[1]
+        for engine in both:
+            assert loaded_again(engine, [prompt]) == (answers[:1], 2 * CELL)
+
+
 def test_another_salt_or_adapter_does_not_hit(second: EngineProcess, prefixes: Prompts) -> None:
     plain, salted, other, adapted = second.call(keys_of, prefixes[0])
     assert len({plain, salted, other, adapted}) == 4
@@ -155,6 +180,24 @@ def slow_store(llm: Any) -> None:
     controller.observe_prefill(1000, 1.0)
     for _ in range(20):
         controller.links.observe("store:file", 100_000, 100.0)
+
+
+def write_together(llm: Any, meeting: Path | None) -> None:
+    """From now on a write waits in the middle until another process is in the middle of writing the same cell, which
+    files in a folder tell; None: as before."""
+    from kvserve_plugins.transports._folder import Folder
+
+    put = vars(llm).setdefault("kvserve_put", Folder.put)
+
+    def together(self: Folder, key: str, size: int, fill: Callable[[BinaryIO], object]) -> None:
+        def slowly(out: BinaryIO) -> None:
+            fill(out)
+            (meeting / f"{self.file(key).stem}-{os.getpid()}").touch()
+            wait_until(lambda: len(list(meeting.glob(f"{self.file(key).stem}-*"))) == 2)
+
+        put(self, key, size, slowly)
+
+    Folder.put = put if meeting is None else together
 
 
 def names(llm: Any, prompt: list[int]) -> list[str]:

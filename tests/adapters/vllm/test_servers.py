@@ -117,6 +117,27 @@ def test_a_router_that_only_hands_params_on_needs_to_know_nothing_of_us(stand: S
     assert _external(stand) - loaded > 10
 
 
+def test_a_missed_slo_break_even_and_goodput_are_exported(stand: Stand) -> None:
+    def told() -> dict[str, float]:
+        _left(stand.prefill)  # outcomes come in with steps
+        return {name: value for name, value in stand.prefill.metrics().items() if name.startswith("kvserve:")}
+
+    def missed() -> float:
+        return servers.total(told(), "kvserve:slo_misses_total")
+
+    for _ in range(3):
+        before = missed()  # many streams at once may have missed the default
+    body = {"model": MODEL, "prompt": f"Soon. {PROMPTS[0]}", "max_tokens": 2}
+    asked = httpx.post(
+        f"{stand.proxy.url}/v1/completions", json=body, headers={"x-kvserve-slo": "1ms"}, timeout=240, trust_env=False
+    )
+    asked.raise_for_status()
+    wait_until(lambda: missed() > before, told)
+    found = told()
+    assert servers.sampled(found, "kvserve:goodput_bytes_per_second") > 0
+    assert servers.sampled(found, "kvserve:break_even_bytes_per_second") >= 0
+
+
 def test_a_client_that_leaves_changes_nothing_for_the_others_and_leaves_nothing_behind(
     stand: Stand, held: list[dict[str, int]]
 ) -> None:

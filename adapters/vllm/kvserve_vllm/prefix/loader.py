@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -17,7 +17,8 @@ from kvserve_core.transport import Endpoint, Locator
 from kvserve_vllm.metadata import WorkerReport
 from kvserve_vllm.placement import Placement
 from kvserve_vllm.prefix.meta import PrefixLoad, PrefixLoaded
-from kvserve_vllm.worker.loads import WAIT_S, Ended
+from kvserve_vllm.worker.loads import Ended
+from kvserve_vllm.worker.waiting import LET_GO_S, SILENT, ending, give_up, wait_out
 
 log = logging.getLogger(__name__)
 
@@ -66,21 +67,30 @@ class PrefixLoader:
         self._placement.scatter(running.load.blocks, at, x)
 
     def start(self, loads: Iterable[PrefixLoad], report: WorkerReport) -> list[tuple[PrefixLoad, Outcome]]:
-        """Start fetching; loads that the forward pass waits for have ended on return."""
-        ended, waiting = [], set()
-        for load in loads:
-            running = Running(load, time.monotonic(), load.stop)
-            self._running[load.req_id] = running
-            if load.wait:
-                waiting.add(load.req_id)
-            for number in sorted(load.cells):
-                self._fetch(running, number)
-            if not running.left:
-                ended.append(self._end(running, report))
-        while waiting & self._running.keys():
-            ended += self.poll(report)
-            time.sleep(WAIT_S)
-        return ended
+        """Start fetching; loads that the forward pass waits for have ended on return. Where this raises, all have."""
+        begun = [Running(load, time.monotonic(), load.stop) for load in loads]
+        self._running.update((running.load.req_id, running) for running in begun)
+        waiting = {running.load.req_id for running in begun if running.load.wait}
+        with ending(self, {running.load.req_id for running in begun}, report):
+            ended = [end for running in begun for end in self._begin(running, report)]
+            return ended + wait_out(self, waiting, report)
+
+    def _begin(self, running: Running, report: WorkerReport) -> list[tuple[PrefixLoad, Outcome]]:
+        for number in sorted(running.load.cells):
+            self._fetch(running, number)
+        return [] if running.left else [self._end(running, report)]
+
+    def running(self, req_ids: Set[str]) -> set[str]:
+        """Those of these loads that have not ended."""
+        return set(req_ids & self._running.keys())
+
+    def fail(self, req_id: str, reason: str, report: WorkerReport) -> None:
+        """End a load that was cancelled and says nothing: nothing more is written for it."""
+        running = self._running[req_id]
+        for name in running.left:
+            self._fetches.pop(name, None)
+        running.valid, running.reason = running.load.start, reason
+        self._end(running, report)
 
     def _fetch(self, running: Running, number: int) -> None:
         load, start = running.load, number * SEGMENT_TOKENS
@@ -128,6 +138,8 @@ class PrefixLoader:
                     self._broken(running, event.valid.stop, event.error)
             if not running.left:
                 ended.append(self._end(running, report))
+        late_s = time.monotonic() - self._deadline_s - LET_GO_S
+        give_up(self, [name for name, running in self._running.items() if running.started_s < late_s], SILENT, report)
         return ended
 
     def _end(self, running: Running, report: WorkerReport) -> tuple[PrefixLoad, Outcome]:

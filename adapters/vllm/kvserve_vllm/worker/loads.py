@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -17,10 +17,9 @@ from kvserve_core.spec import Region
 from kvserve_core.transport import Locator
 from kvserve_vllm.metadata import Load, LoadEnd, WorkerReport
 from kvserve_vllm.placement import Placement
+from kvserve_vllm.worker.waiting import LET_GO_S, SILENT, ending, give_up, wait_out
 
 log = logging.getLogger(__name__)
-WAIT_S = 0.0005
-"""How often a load that the forward pass waits for is looked at."""
 MAX_FROM_ONE = 8
 """Fetches at once from one prefill engine, a quarter of what a session serves at once."""
 
@@ -67,7 +66,7 @@ class Loads:
         self._placement, self._deadline_s = placement, deadline_s
         self._active: dict[str, Load] = {}
         self._queued: deque[Queued] = deque()
-        self._fetching: dict[str, str] = {}
+        self._fetching: dict[str, Queued] = {}
         self._consumer: Consumer | None = None
         self.ended = Ended()
 
@@ -92,19 +91,24 @@ class Loads:
         self._placement.scatter(load.blocks, at, x)
 
     def start(self, loads: Iterable[Load], report: WorkerReport) -> list[tuple[Load, Outcome]]:
-        """Start fetching; those the forward pass waits for have ended on return."""
-        waiting = set()
-        for load in loads:
-            self._active[load.req_id] = load
-            if load.wait:
-                waiting.add(load.req_id)
-            self._queued.append(Queued(load, time.monotonic() + self._deadline_s))
-        self._fetch_queued(report)
-        outcomes = []
-        while waiting & self._active.keys():
-            outcomes += self.poll(report)
-            time.sleep(WAIT_S)
-        return outcomes
+        """Start fetching; those the forward pass waits for have ended on return. Where this raises, all have."""
+        given = {load.req_id: load for load in loads}
+        until_s = time.monotonic() + self._deadline_s
+        self._active.update(given)
+        self._queued.extend(Queued(load, until_s) for load in given.values())
+        with ending(self, given.keys(), report):
+            self._fetch_queued(report)
+            return wait_out(self, {req_id for req_id, load in given.items() if load.wait}, report)
+
+    def running(self, req_ids: Set[str]) -> set[str]:
+        """Those of these loads that have not ended."""
+        return set(req_ids & self._active.keys())
+
+    def fail(self, req_id: str, reason: str, report: WorkerReport) -> None:
+        """End a load that was cancelled and says nothing: nothing more is written for it."""
+        load = self._active[req_id]
+        self._queued = deque(queued for queued in self._queued if queued.load is not load)
+        self._end(load, load.start, reason, report)
 
     def _fetch_queued(self, report: WorkerReport) -> None:
         """Start those that have their turn: a host that is gone must not take the fetch threads from the others."""
@@ -113,7 +117,7 @@ class Loads:
             load, peer = queued.load, queued.peer
             if queued.given_up or time.monotonic() > queued.until_s:
                 self._end(load, load.start, "TransferTimeout: its turn did not come in time", report)
-            elif sum(other == peer for other in self._fetching.values()) >= MAX_FROM_ONE:
+            elif sum(other.peer == peer for other in self._fetching.values()) >= MAX_FROM_ONE:
                 self._queued.append(queued)
             else:
                 self._fetch(queued, report)
@@ -123,7 +127,7 @@ class Loads:
         try:
             tokens = range(load.start, load.stop)
             self._session().fetch(load.locator, tokens, queued.until_s, name=load.req_id)
-            self._fetching[load.req_id] = queued.peer
+            self._fetching[load.req_id] = queued
         except Exception as error:  # noqa: BLE001  # the engine waits for this load's end, whatever went wrong
             self._end(load, load.start, f"{type(error).__name__}: {error}", report)
 
@@ -159,6 +163,8 @@ class Loads:
                 case LoadFailed():
                     log.warning("loading %r failed, %s", load.locator.transfer_id, event.error)
                     self._end(load, event.valid.stop, f"{type(event.error).__name__}: {event.error}", report)
+        overdue = [name for name, queued in self._fetching.items() if time.monotonic() > queued.until_s + LET_GO_S]
+        give_up(self, overdue, SILENT, report)
         self._fetch_queued(report)
         return outcomes
 

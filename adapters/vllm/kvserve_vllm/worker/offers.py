@@ -12,7 +12,7 @@ from torch import Tensor
 from kvserve_core.errors import TransferCancelled
 from kvserve_core.policy import Outcome
 from kvserve_core.session import Failed, Freed, Producer
-from kvserve_core.spec import LayerGroup, Region
+from kvserve_core.spec import Region
 from kvserve_vllm.held import Fence, Held, kept_region
 from kvserve_vllm.metadata import Blocks, Open, WorkerReport
 from kvserve_vllm.placement import Placement
@@ -156,16 +156,17 @@ class Offers:
         with the next token.
         """
         groups = [g for g in self._placement.kv.groups if g.window is not None or g.unit == "state"]
+        regions = [
+            kept_region(self._placement, group, plane.name, offer.total) for group in groups for plane in group.planes
+        ]
         with offer.lock:
-            for group in groups:
-                offer.kept.extend(self._copy(offer, group, plane.name) for plane in group.planes)
+            offer.kept.extend((at, self._copied(offer, at)) for at in regions if at.layers)  # a stage may hold none
 
-    def _copy(self, offer: Offer, group: LayerGroup, plane: str) -> tuple[Region, Tensor]:
-        at = kept_region(self._placement, group, plane, offer.total)
+    def _copied(self, offer: Offer, at: Region) -> Tensor:
         x = self._placement.gather(offer.blocks, at)
         if at.start > 0:
             x[:, :, 0] = 0  # in the region, but no query sees it: its block may be another request's by now
-        return at, x
+        return x
 
     def _session(self) -> Producer:
         if self._producer is None:
