@@ -143,7 +143,7 @@ def worker(offers: Half, loads: Half, prefix: Half) -> WorkerSide:
     made = object.__new__(WorkerSide)
     stats = StatsBuffer(Counters())
     made.__dict__.update(offers=offers, loads=loads, prefix=prefix, stats=stats, _report=WorkerReport())
-    made.__dict__.update(_producer=None, _idle=True, _ended=set(), _let_go=set())
+    made.__dict__.update(_producer=None, _consumer=None, _idle=True, _ended=set(), _let_go=set())
     return made
 
 
@@ -155,7 +155,7 @@ def test_orders_of_one_half_are_carried_out_whatever_another_one_does() -> None:
     side.after_forward(StepMeta())
     assert offers.called == ["drop", "poll", "open", "open", "grow", "advance"]
     assert loads.called == ["cancel", "release", "start"]
-    assert prefix.called == ["before_batch", "load", "after_forward"]
+    assert prefix.called == ["before_batch", "computes", "load", "computes", "after_forward"]
     assert failures(side.stats) == {"handle_preemptions": 5, "start_load_kv": 2, "wait_for_save": 1}
 
 
@@ -164,13 +164,25 @@ def test_what_is_known_of_the_end_is_told_whatever_fails() -> None:
     loads.ended = Ended(done={"loaded"})
     side = worker(offers, loads, prefix)
     assert side.finished({"a"}) == ({"stored"}, Ended(done={"loaded"}))
-    assert prefix.called == ["poll", "finished", "ended"]
+    assert prefix.called == ["rest", "poll", "finished", "ended"]
     assert failures(side.stats) == {"get_finished": 6}
     offers, loads, prefix = Half(finished={"sent"}), Half(), Half(finished={"sent"}, ended=Ended(failed={"b"}))
     loads.ended = Half("take")
     side = worker(offers, loads, prefix)
     assert side.finished({"a"}) == ({"sent"}, Ended(failed={"b"}))
     assert failures(side.stats) == {"get_finished": 1}
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_step_that_computes_nothing_leaves_the_interpreter_to_loads_of_both_kinds(idle: bool) -> None:
+    given: list[bool] = []
+    prefix, loads = Half(ended=Ended()), Half()
+    prefix.computes, loads.ended = given.append, Ended()
+    side = worker(Half(), loads, prefix)
+    side.load(StepMeta(idle=idle))
+    assert given == [False, not idle]  # what a step waits for is decoded at full speed
+    side.finished(set())
+    assert [half.called.count("rest") for half in (loads, prefix)] == ([1, 1] if idle else [0, 0])
 
 
 class Store(Half):

@@ -115,6 +115,11 @@ class PrefixLoader:
             if int(name.rpartition("/")[2]) * SEGMENT_TOKENS >= running.valid:
                 self._session().cancel(name)
 
+    def rest(self, seconds: float) -> None:
+        """Leave the interpreter to the fetch threads until a cell is there, at most so long."""
+        if self._running:
+            self._session().wait(seconds)
+
     def cancel(self, req_ids: Iterable[str]) -> None:
         """Give up loads; each still ends with one report."""
         for req_id in req_ids:

@@ -96,6 +96,11 @@ class PrefixWorker:
         if self.writer is not None:
             self.writer.store(meta.prefix_store, report)
 
+    def rest(self, seconds: float) -> None:
+        """In a step in which nothing is computed: see :meth:`PrefixLoader.rest`."""
+        if self.loader is not None:
+            self.loader.rest(seconds)
+
     def poll(self, report: WorkerReport) -> None:
         """What the sessions have to tell."""
         if (writer := self.writer) is not None:

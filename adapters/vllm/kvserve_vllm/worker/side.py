@@ -166,6 +166,8 @@ class WorkerSide:
             self._isolated("get_finished", lambda: self.stats.loaded(loads.poll(self._report)))
             ended = self._said(loads.ended.take, ended)
         if (prefix := self.prefix) is not None:
+            if self._idle:
+                self._isolated("get_finished", lambda: prefix.rest(IDLE_S))
             self._isolated("get_finished", lambda: prefix.poll(self._report))
             sent = self._given_back(prefix, req_ids, sent)
             self._isolated("get_finished", lambda: ended.join(prefix.ended()))
