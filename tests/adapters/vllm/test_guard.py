@@ -176,9 +176,9 @@ def test_what_is_known_of_the_end_is_told_whatever_fails() -> None:
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_step_that_computes_nothing_leaves_the_interpreter_to_loads_of_both_kinds(idle: bool) -> None:
     given: list[bool] = []
-    prefix, loads = Half(ended=Ended()), Half()
+    prefix, loads = Half(finished=set(), ended=Ended()), Half()
     prefix.computes, loads.ended = given.append, Ended()
-    side = worker(Half(), loads, prefix)
+    side = worker(Half(finished=set()), loads, prefix)
     side.load(StepMeta(idle=idle))
     assert given == [False, not idle]  # what a step waits for is decoded at full speed
     side.finished(set())
