@@ -1,21 +1,19 @@
 """How long ``choose`` and ``observe`` take with 50 profiles, against an empty loop over them.
 
-Every context differs in V and B, so nothing is answered from a memory of the same question, and every report moves the
-costs of its profile. The machine is not alone, so there are many short windows: the quietest one counts, and the middle
-one is shown beside it. ``python benchmarks/decision.py [--json]``
+Requests are as adapters make them: with tokens and the time that has passed, over links whose bandwidth is learned; and
+for comparison with a bandwidth and T_model that are given. Each differs in V, so nothing is answered from a memory of
+the same question; before each choice its link is reported on, untimed, and every report moves the costs of its profile.
+The machine is not alone, so there are many short windows. Of each call the quietest one counts, and of the empty loop
+too, each for itself: a disturbed empty loop must not make a ratio small.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import platform
 import random
-import sys
-from collections.abc import Callable
-from importlib.metadata import version
-from itertools import cycle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
@@ -24,12 +22,11 @@ from kvserve_core.latency import Speed
 from kvserve_core.library import Profile, ProfileLibrary, QualityRecord
 from kvserve_core.policy import Decision, Outcome, Policy, ServiceContext
 from kvserve_core.profile import RAW_CHAIN, PipelineSpec
-from kvserve_plugins.policies.analytic import Analytic
-from kvserve_plugins.policies.bandit import Bandit
 
 BAR = 20.0
 PROFILES = 50
-Call = Callable[[ServiceContext], object]
+BYTES_PER_TOKEN = 57344
+LOOP, CHOOSE, GIVEN, OBSERVE = "empty loop", "choose", "choose, bandwidth given", "observe"
 
 
 def library(rng: random.Random) -> ProfileLibrary:
@@ -55,14 +52,9 @@ def contexts(rng: random.Random, count: int) -> list[ServiceContext]:
     ]
 
 
-def timed(call: Call, requests: list[ServiceContext]) -> list[int]:
-    """Nanoseconds of each call."""
-    spent = []
-    for request in requests:
-        start = perf_counter_ns()
-        call(request)
-        spent.append(perf_counter_ns() - start)
-    return spent
+def as_adapters_ask(request: ServiceContext) -> ServiceContext:
+    """The same size over the same link: T_model and B are for the controller to know."""
+    return replace(request, bandwidth=None, tokens=request.nbytes // BYTES_PER_TOKEN, elapsed_s=0.01)
 
 
 def percentiles(spent: list[int]) -> dict[str, int]:
@@ -70,45 +62,82 @@ def percentiles(spent: list[int]) -> dict[str, int]:
     return {"p50_ns": ranked[len(ranked) // 2], "p99_ns": ranked[len(ranked) * 99 // 100]}
 
 
+@dataclass(frozen=True)
+class Timed:
+    """What is timed, what it is called with, one after another, and what is done before each call, untimed."""
+
+    call: Callable[..., object]
+    given: Sequence[tuple[Any, ...]]
+    before: Callable[..., object] | None = None
+
+    def nanoseconds(self) -> list[int]:
+        """Of each call."""
+        call, before, spent = self.call, self.before, []
+        for arguments in self.given:
+            if before:
+                before(*arguments)
+            start = perf_counter_ns()
+            call(*arguments)
+            spent.append(perf_counter_ns() - start)
+        return spent
+
+
 Windows = list[dict[str, dict[str, int]]]
 """Percentiles of each call, in turn."""
 
 
-def windows(calls: dict[str, Call], requests: list[ServiceContext], rounds: int) -> Windows:
-    """Every call in turn, ``rounds`` times, beside an empty loop over the profiles: each round is a short window."""
-
-    def empty_loop(_: ServiceContext) -> None:
-        for _profile in _EVERY:
-            pass
-
-    every = {**calls, "empty_loop": empty_loop}
+def windows(calls: Mapping[str, Timed], rounds: int) -> Windows:
+    """Every call in turn, ``rounds`` times: each round is a short window."""
     gc.collect()
     gc.freeze()
-    return [{name: percentiles(timed(call, requests)) for name, call in every.items()} for _ in range(rounds)]
+    return [{name: percentiles(each.nanoseconds()) for name, each in calls.items()} for _ in range(rounds)]
 
 
 _EVERY = tuple(range(PROFILES))
 
 
-def ratio(found: Windows, call: str) -> tuple[float, float]:
-    """p99 over that of the empty loop: of the quietest window, and of the middle one."""
-    ranked = sorted(w[call]["p99_ns"] / w["empty_loop"]["p99_ns"] for w in found)
-    return round(ranked[0], 2), round(ranked[len(ranked) // 2], 2)
+def _empty_loop(_: ServiceContext) -> None:
+    for _profile in _EVERY:
+        pass
+
+
+def quietest(found: Windows) -> dict[str, dict[str, int]]:
+    """For each call the percentiles of the window in which its p99 was lowest."""
+    return {call: min((w[call] for w in found), key=lambda each: each["p99_ns"]) for call in found[0]}
+
+
+def ratio(found: Windows, call: str) -> float:
+    """p99 over that of the empty loop, each in its own quietest window."""
+    best = quietest(found)
+    return round(best[call]["p99_ns"] / best[LOOP]["p99_ns"], 2)
+
+
+def middle(found: Windows, call: str) -> float:
+    """The median over the windows of that ratio within each."""
+    return round(median(w[call]["p99_ns"] / w[LOOP]["p99_ns"] for w in found), 2)
 
 
 def measure(policy: Policy, count: int, rounds: int) -> Windows:
-    """``choose`` and, on another controller, the ``observe`` of what it chose, once all places have outcomes."""
+    """Of a controller whose links, profiles and places all have outcomes."""
     rng = random.Random(0)
-    control, requests = Controller(library(rng), policy), contexts(rng, count)
-    told = [_reported(control, request, rng) for request in requests]
-    for decision, outcome in told:
-        control.observe(decision, outcome)
-    each = cycle(told)
+    control, given = Controller(library(rng), policy), contexts(rng, count)
+    for request in given:
+        control.observe(*_reported(control, request, rng))
+    control.observe_prefill(1000, 0.05, queue_s=0.01)
+    asked = [as_adapters_ask(request) for request in given]
+    told = [_reported(control, request, rng) for request in asked]
+    links = control.links
 
-    def observe(_: ServiceContext) -> None:
-        control.observe(*next(each))
+    def report(request: ServiceContext) -> None:
+        links.observe(request.link, request.nbytes, request.nbytes / links.estimate(request.link))
 
-    return windows({"choose": control.choose, "observe": observe}, requests, rounds)
+    calls = {
+        CHOOSE: Timed(control.choose, [(request,) for request in asked], report),
+        GIVEN: Timed(control.choose, [(request,) for request in given]),
+        OBSERVE: Timed(control.observe, told),
+        LOOP: Timed(_empty_loop, [(request,) for request in given]),
+    }
+    return windows(calls, rounds)
 
 
 def _reported(control: Controller, request: ServiceContext, rng: random.Random) -> tuple[Decision, Outcome]:
@@ -121,50 +150,3 @@ def _reported(control: Controller, request: ServiceContext, rng: random.Random) 
     wire = round(request.nbytes / chosen.cr)
     spent = (encode_s, transfer_s, decode_s)
     return decision, Outcome("t", decision.profile, request.nbytes, wire, *spent, link=request.link)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--count", type=int, default=5_000)
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
-    bars, timings = {}, {}
-    for policy in (Analytic(Analytic.Config()), Bandit(Bandit.Config())):
-        name = type(policy).__name__.lower()
-        found = measure(policy, options.count, options.rounds)
-        timings[name] = found
-        for call in ("choose", "observe"):
-            best, middle = ratio(found, call)
-            bars[f"{call} of {name}, p99 over an empty loop over the profiles"] = {
-                "value": best,
-                "bar": BAR,
-                "ok": best <= BAR,
-                "middle window": middle,
-            }
-    report = {
-        "benchmark": "decision",
-        "machine": {"cpu": platform.processor() or platform.machine(), "system": platform.platform()},
-        "versions": {"python": platform.python_version()} | {n: version(n) for n in ("numpy", "msgspec", "pydantic")},
-        "profiles": PROFILES,
-        "decisions": options.count * options.rounds,
-        "quietest windows": {name: quietest(found) for name, found in timings.items()},
-        "bars": bars,
-        "ok": all(bar["ok"] for bar in bars.values()),
-    }
-    print(json.dumps(report, indent=2) if options.json else _text(report))
-    return 0 if report["ok"] else 1
-
-
-def quietest(found: Windows) -> dict[str, dict[str, int]]:
-    """For each call the percentiles of the window in which its p99 was lowest."""
-    return {call: min((w[call] for w in found), key=lambda each: each["p99_ns"]) for call in found[0]}
-
-
-def _text(report: dict[str, Any]) -> str:
-    rows = [f"{name}: {bar}" for name, bar in report["bars"].items()]
-    return "\n".join([*rows, *(f"{name}: {each}" for name, each in report["quietest windows"].items())])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,10 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from kvserve_core.errors import ConfigError
-from kvserve_core.goodput import FASTEST, Goodput, Sums, bytes_per_s, sharing
+from kvserve_core.goodput import FASTEST, Goodput, sharing
 
 MIN_BYTES = 64 * 1024
 """Below this a transfer measures the round trip, not the link."""
+HALF_LIFE_S = 5.0
+"""After which a fetch counts half."""
 MAX_LINKS = 1024
 MAX_BYTES = 2**50
 MAX_SECONDS = 86400.0
@@ -36,25 +38,18 @@ class BandwidthEstimator:
         self,
         prior: float,
         *,
-        half_life_s: float = 5.0,
-        min_bytes: int = MIN_BYTES,
-        max_links: int = MAX_LINKS,
         priors: Mapping[str, float] | None = None,
         stale_s: float = STALE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for each in (prior, *(priors or {}).values()):
-            if not 0 < each < float("inf"):
-                raise ConfigError(f"prior bandwidth {each!r} must be above 0 and finite, for example '10Gbps'")
+            if not isinstance(each, (int, float)) or not 0 < each < float("inf"):
+                raise ConfigError(f"prior bandwidth {each!r:.40} must be bytes/s above 0 and finite, such as 1.25e9")
         self.prior = prior
         self._priors = dict(priors or {})
         self._stale_s = stale_s
-        self._half_life_s = half_life_s
-        self._min_bytes = min_bytes
-        self._max_links = max_links
         self._clock = clock
         self._links: OrderedDict[str, Goodput] = OrderedDict()
-        self._seen: dict[str, tuple[Sums, float]] = {}
         self._probed: set[str] = set()
         self._lock = threading.Lock()
 
@@ -63,19 +58,21 @@ class BandwidthEstimator:
         return self._priors.get(link, self.prior)
 
     def estimate(self, link: str = "default", active: int | None = None, now: float | None = None) -> float:
-        """Bytes/s that one more fetch gets; the prior where nothing was fetched yet.
+        """Bytes/s that one more fetch gets; its part of the prior where nothing was fetched yet.
 
         active: fetches on the link now, with which it will share; None: as many as there were of late. now: by the
-        clock, asked where it is not given. A link that was not used for ``stale_s`` goes back to its prior.
+        clock, asked where it is not given. A link that was not used for ``stale_s`` goes back to its prior, but not
+        while ``active`` says that it is used: one on which nothing ends is not getting faster.
         """
-        known = self._seen.get(link)
+        known = self._links.get(link)
         if known is None:
-            return self.prior_of(link)
-        sums, seen_s = known
-        rate = bytes_per_s(sums)
+            return self.prior_of(link) / (1.0 + (active or 0.0))
+        rate = known.rate()
         if active is not None:
-            rate *= sharing(sums) / (1.0 + active)
-        idle_s = (self._clock() if now is None else now) - seen_s - self._stale_s
+            rate *= sharing(known.sums) / (1.0 + active)
+            if active:
+                return rate
+        idle_s = (self._clock() if now is None else now) - known.time_s - self._stale_s
         if idle_s <= 0:
             return rate
         prior = self.prior_of(link)
@@ -84,22 +81,23 @@ class BandwidthEstimator:
     def stale(self) -> list[str]:
         """Links that were not used for ``stale_s``: those with a prior of their own, and those used before."""
         oldest_s = self._clock() - self._stale_s
-        known = self._seen.copy()
-        return [link for link in {**self._priors, **known} if link not in known or known[link][1] < oldest_s]
+        with self._lock:
+            known = dict(self._links)
+        return [link for link in {**self._priors, **known} if link not in known or known[link].time_s < oldest_s]
 
     def probe(self, link: str, send: Callable[[str], tuple[int, float]]) -> float:
         """Measure a link that was not used for ``stale_s``; the estimate of it then, in bytes/s.
 
         For an adapter's idle moments, ``for link in links.stale(): links.probe(link, send)``; nothing here calls it.
-        send: moves at least ``min_bytes`` over the link, and says how many and in how many seconds. What it raises
+        send: moves at least :data:`MIN_BYTES` over the link, and says how many and in how many seconds. What it raises
         comes through, and nothing is learned. A link that is used, or being probed by another thread, is left alone.
 
         Raises:
-            ConfigError: too little was sent to say anything.
+            ConfigError: too little was sent to say anything, or ``send`` says what cannot be.
         """
         with self._lock:
-            known = self._seen.get(link)
-            fresh = known is not None and self._clock() - known[1] <= self._stale_s
+            known = self._links.get(link)
+            fresh = known is not None and self._clock() - known.time_s <= self._stale_s
             if fresh or link in self._probed:
                 return self.estimate(link)
             self._probed.add(link)
@@ -107,8 +105,7 @@ class BandwidthEstimator:
             nbytes, seconds = send(link)
         finally:
             self._probed.discard(link)
-        if nbytes < self._min_bytes:
-            raise ConfigError(f"a probe of {nbytes} bytes says nothing; send {self._min_bytes} or more", link)
+        _check_probe(link, nbytes, seconds)
         self.observe(link, nbytes, seconds)
         return self.estimate(link)
 
@@ -117,7 +114,7 @@ class BandwidthEstimator:
 
         Latency-bound and impossible ones are ignored, and links with names beyond :data:`MAX_NAME`.
         """
-        if not (self._min_bytes <= nbytes <= MAX_BYTES and 0 < seconds <= MAX_SECONDS) or len(link) > MAX_NAME:
+        if not (MIN_BYTES <= nbytes <= MAX_BYTES and 0 < seconds <= MAX_SECONDS) or len(link) > MAX_NAME:
             return
         nbytes, least_s = float(nbytes), nbytes / FASTEST
         if seconds < least_s:
@@ -130,15 +127,24 @@ class BandwidthEstimator:
                 known = self._new(link, nbytes, now)
             else:
                 self._links.move_to_end(link)
-            known.add(nbytes, seconds, now, self._half_life_s)
-            self._seen[link] = (known.sums, now)
+            known.add(nbytes, seconds, now, HALF_LIFE_S)
 
     def _new(self, link: str, nbytes: float, now: float) -> Goodput:
         known = self._links[link] = Goodput(now, self.prior_of(link), nbytes)
-        while len(self._links) > self._max_links:
-            oldest, _ = self._links.popitem(last=False)
-            del self._seen[oldest]
+        while len(self._links) > MAX_LINKS:
+            self._links.popitem(last=False)
         return known
 
     def __len__(self) -> int:
         return len(self._links)
+
+
+def _check_probe(link: str, nbytes: float, seconds: float) -> None:
+    if not nbytes >= MIN_BYTES:
+        raise ConfigError(f"a probe of {nbytes} bytes says nothing; send {MIN_BYTES} or more", link)
+    if not (nbytes <= MAX_BYTES and 0 < seconds <= MAX_SECONDS):  # false for NaN too
+        raise ConfigError(
+            f"a probe of {nbytes} bytes in {seconds} s cannot be; expected at most {MAX_BYTES} bytes,"
+            f" in more than 0 and at most {MAX_SECONDS:g} s",
+            link,
+        )

@@ -9,31 +9,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS, BandwidthEstimator
+from kvserve_core.bandwidth import MIN_BYTES, BandwidthEstimator
+from kvserve_core.contexts import check, usual
 from kvserve_core.costs import Costs
-from kvserve_core.errors import UnknownNameError, did_you_mean
-from kvserve_core.feasible import (
-    MAX_FIGURE,
-    Filter,
-    Request,
-    check_chunk,
-    check_context,
-    check_quality,
-    check_reckoning,
-    check_request,
-    known_profiles,
-)
+from kvserve_core.errors import TransferTimeout, UnknownNameError, did_you_mean
+from kvserve_core.feasible import Filter, Request, check_chunk, check_quality, check_request, known_profiles
 from kvserve_core.library import Profile, ProfileLibrary
 from kvserve_core.menu import Item, Menu, price
 from kvserve_core.model_time import LoadDecision, ModelTime, cannot_load, weigh
 from kvserve_core.overlap import Form
 from kvserve_core.policy import RAW, Candidate, Choice, Decision, Outcome, Policy, ServiceContext
-from kvserve_core.pricing import Priced, refusal, spent
+from kvserve_core.pricing import Priced, plain, refusal, spent
 
 PRIOR_BANDWIDTH = 1.25e9
 """10 Gbps, in bytes/s."""
 MAX_MENUS = 256
 """Kinds of request that are remembered: workloads x quality floors x peers."""
+TIMED_OUT = TransferTimeout.__name__
+"""What the reason of a fetch begins with that was not there by its deadline."""
 Key = tuple[str, float | None, frozenset[str] | None, str]
 _log = logging.getLogger(__name__)
 
@@ -41,8 +34,9 @@ _log = logging.getLogger(__name__)
 class Controller:
     """One per scheduler. ``choose`` and ``observe`` are thread-safe and cost microseconds.
 
-    ``choose`` takes a lock for a kind of request that it has not seen, and to count a failure of the policy; what the
-    policy locks is its own matter. ``observe`` takes the controller's and that of the links, each for a moment.
+    ``choose`` takes a lock for a kind of request that it has not seen, to count a failure of the policy and, where it
+    is free, to let what was learned fade; what the policy locks is its own matter. ``observe`` takes the controller's
+    and that of the links, each for a moment.
 
     Nothing that a policy or a peer does gets out of them: a policy that fails gives way to ``raw`` and is counted in
     ``policy_failures``; a report that cannot be true is dropped and counted in ``refused_outcomes``.
@@ -95,6 +89,7 @@ class Controller:
         self._costs = Costs(self._priced.values())
         self._said: set[str] = set()
         self._lock = threading.Lock()
+        policy.library = library.digest if library else ""
         policy.start(clock)
 
     @property
@@ -106,67 +101,75 @@ class Controller:
         """The profile for one request, with the candidates it was picked from, fastest first.
 
         Raises:
-            ConfigError: a figure in the context is not finite or out of range; its path names the field.
+            ConfigError: a figure in the context is not finite or out of range, or a name is none; its path names the
+                field.
         """
-        nbytes, bandwidth, model_s, slo_s = context.nbytes, context.bandwidth, context.model_s, context.slo_s
-        try:
-            usual = (
-                0 <= nbytes <= MAX_BYTES and 0 <= model_s <= MAX_SECONDS and (slo_s is None or 0 <= slo_s <= MAX_FIGURE)
-            )
-            usual = usual and (bandwidth is None or 0 < bandwidth <= MAX_FIGURE)
-            usual = usual and (context.active is None or 0 <= context.active <= MAX_FIGURE)
-        except TypeError:
-            usual = False
-        if not usual:
-            check_context(context)
-        if context.tokens is not None or context.elapsed_s:
-            check_reckoning(context)
+        context, menu, bandwidth, candidates = self._offer(context)
+        chosen, reason = self._ask(context, candidates)
+        slo_s = context.slo_s
+        if slo_s is not None and chosen.latency_s > slo_s:
+            reason = _late(reason, candidates[0].latency_s > slo_s)
+        return Decision(chosen.profile, reason, context, bandwidth, candidates, menu.rejected, menu.explain)
+
+    def _offer(self, context: ServiceContext) -> tuple[ServiceContext, Menu, float, tuple[Candidate, ...]]:
+        """The request as it is reckoned with, what may serve it, the bandwidth, and the candidates."""
+        if not usual(context):
+            check(context)
+        if context.tokens is not None or context.elapsed_s or context.output_tokens:
             context = self.model.reckon(context)
-            model_s, slo_s = context.model_s, context.slo_s
         if (now := self._clock()) >= self._costs.fade_s:
             self._fade(now)
         key = menu_key(context)
         menu = self._menus.get(key) or self._menu(key)
+        nbytes, bandwidth = context.nbytes, context.bandwidth
         if bandwidth is None:
             bandwidth = self.links.estimate(context.link, context.active, now)
         items = menu.near(nbytes if nbytes > 0 else 1, bandwidth, now)
-        candidates = price(items, nbytes, bandwidth, model_s, menu.form)
-        chosen, reason = self._ask(context, candidates)
-        if slo_s is not None and chosen.latency_s > slo_s:
-            reason = _late(reason, candidates[0].latency_s > slo_s)
-        return Decision(chosen.profile, reason, context, bandwidth, candidates, menu.rejected, menu.explain)
+        return context, menu, bandwidth, price(items, nbytes, bandwidth, context.model_s, menu.form)
 
     def observe(self, decision: Decision, outcome: Outcome) -> None:
         """Learn from a finished transfer: goodput of its link, speeds and ratio of its profile, then the policy.
 
         An outcome is of the whole transfer: over several ranks, bytes are summed and the slowest rank's seconds count.
-        Failed transfers only reach the policy: what they took says nothing of the link or the profile. Reports that
-        cannot be true (see :func:`~kvserve_core.pricing.refusal`) are dropped.
+        Failed transfers reach the policy, but what they took says nothing of the profile, nor of the link unless they
+        timed out. Reports that cannot be true (see :func:`~kvserve_core.pricing.refusal`) are dropped.
         """
-        if reason := refusal(outcome):
+        if not plain(outcome) and (reason := refusal(outcome)):
             self._count(False)
             self._say_once(f"report {reason.split()[0]}", f"dropped a report on {outcome.transfer_id!r:.80}: {reason}")
             return
         if outcome.ok:
             now, context, link = self._clock(), decision.context, outcome.link
             self.links.observe(link, outcome.wire_bytes, outcome.transfer_s, now)
-            if context.link != link:
+            if context.link != link and context.intent != "store":  # a store's is the one it will be read over
                 self.links.observe(context.link, outcome.wire_bytes, outcome.transfer_s, now)
             if (priced := self._priced.get(outcome.profile)) is not None:
                 with self._lock:
                     priced.observe(outcome, context.nbytes, now)
                     self._costs.learned(priced, now)
-                if self._teaches:  # what the report taught is not for the policy to learn again
-                    bandwidth = context.bandwidth or self.links.estimate(link, context.active, now)
-                    form = self._forms.get(context.intent, self.form)
-                    expected_s = priced.expected(outcome, context.nbytes, bandwidth, form)
-                    outcome = outcome.judged(spent(outcome, form), expected_s)
+                if self._teaches:
+                    outcome = self._judged(priced, context, outcome, now)
+        else:
+            self._failed_fetch(outcome)
         if not self._teaches:
             return
         try:
             self.policy.observe(decision, outcome)
         except Exception as error:  # noqa: BLE001  # a plugin's failure must not end the engine's loop
             self._failed("observe", error)
+
+    def _judged(self, priced: Priced, context: ServiceContext, outcome: Outcome, now: float) -> Outcome:
+        """With what the report did not teach: that is left for the policy, and nothing is learned twice."""
+        bandwidth = context.bandwidth or self.links.estimate(outcome.link, context.active, now)
+        form = self._forms.get(context.intent, self.form)
+        return outcome.judged(spent(outcome, form), priced.expected(outcome, context.nbytes, bandwidth, form))
+
+    def _failed_fetch(self, outcome: Outcome) -> None:
+        """One that timed out took at least so long for what came (or the least that tells): no link is faster."""
+        if outcome.transfer_s > 0 and isinstance(outcome.reason, str) and outcome.reason.startswith(TIMED_OUT):
+            nbytes = max(outcome.wire_bytes, MIN_BYTES)
+            if nbytes < self.links.estimate(outcome.link) * outcome.transfer_s:
+                self.links.observe(outcome.link, nbytes, outcome.transfer_s)
 
     def feasible(self, context: ServiceContext) -> tuple[Priced, ...]:
         """The profiles that may serve a request, raw first, at what they cost now."""
@@ -183,8 +186,9 @@ class Controller:
         """Whether to load a cached prefix of ``tokens`` (``context.nbytes`` bytes) or to compute it anew.
 
         profile: what it is stored as, so that it is only to be fetched and decoded; None where it is still to be
-        encoded, by what ``choose`` picks. The queue and the rest of the prompt are common to both ways. Costs are lines
-        over the prefix length, so a part of a prefix is never better than all or none of it.
+        encoded, by the fastest: the policy is not asked, so nothing is tried and nothing counted. The queue and the
+        rest of the prompt are common to both ways. Costs are lines over the prefix length, so a part of a prefix is
+        never better than all or none of it.
 
         What may not serve this request (the peer cannot decode it, it is not good enough) is not loaded.
 
@@ -192,9 +196,11 @@ class Controller:
             ConfigError: a figure is out of range.
             UnknownNameError: there is no such profile here.
         """
-        check_reckoning(replace(context, tokens=tokens))
-        load = self.choose(context)
-        name = load.profile if profile is None else profile
+        check(replace(context, tokens=tokens))
+        asked, menu, bandwidth, candidates = self._offer(context)
+        fastest = candidates[0].profile
+        load = Decision(fastest, "fastest", asked, bandwidth, candidates, menu.rejected, menu.explain)
+        name = fastest if profile is None else profile
         self._check_names((name,), "profile")
         chosen = self._priced[name]
         if reason := self._filter.refusal(chosen.profile, Request(*menu_key(context))):
@@ -205,7 +211,7 @@ class Controller:
             fixed_s += fixed_encode_s
         else:
             encode_s = 0.0
-        load_s = self.form.seconds(encode_s, wire / load.bandwidth, decode_s, context.nbytes)
+        load_s = self.form.seconds(encode_s, wire / bandwidth, decode_s, context.nbytes)
         return weigh(tokens, load, load_s, fixed_s, self.model.prefill_s_per_token)
 
     def observe_prefill(self, tokens: int, seconds: float, queue_s: float = 0.0) -> None:

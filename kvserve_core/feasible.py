@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf, nan, nextafter
 from typing import NamedTuple
 
 from kvserve_core.bandwidth import MAX_BYTES, MAX_NAME, MAX_SECONDS
@@ -18,10 +18,17 @@ from kvserve_core.pricing import shown
 
 INTENTS = ("transfer", "store")
 SLO_KINDS = ("ttft", "jct")
+BELOW_EXACT = nextafter(1.0, 0.0)
+"""A task can be answered better than uncompressed by chance; what may lose something is not exact for that."""
+SHOWN = 5
+"""Workloads that a refusal names."""
 COUNTS: Mapping[str, float] = {"tokens": 2**40, "output_tokens": 2**40, "elapsed_s": MAX_SECONDS}
 """Fields that T_model and the deadline are reckoned from, and the most that is believed of each."""
 MAX_FIGURE = 1e15
 """Bytes/s and seconds of a context that are believed; infinity is too, as no limit."""
+MIN_RATE = 1e-3
+"""Bytes/s below which a link is down; from here on no time of a transfer is infinite."""
+MAX_ACTIVE = 2**40
 
 
 class Request(NamedTuple):
@@ -71,14 +78,16 @@ def check_context(context: ServiceContext) -> None:
     _check(context.model_s, 0 <= _number(context.model_s) <= MAX_SECONDS, f"from 0 to {MAX_SECONDS} s", "model_s")
     if context.slo_s is not None:
         _check(
-            context.slo_s, abs(_number(context.slo_s)) <= MAX_FIGURE or context.slo_s == inf, "a number of s", "slo_s"
+            context.slo_s,
+            abs(_number(context.slo_s)) <= MAX_FIGURE or context.slo_s == inf,
+            f"a number of s up to {MAX_FIGURE:g}, infinity, or None",
+            "slo_s",
         )
-    _check(
-        context.active, context.active is None or 0 <= _number(context.active) <= 2**40, "fetches, or None", "active"
-    )
+    good = context.active is None or 0 <= _number(context.active) <= MAX_ACTIVE
+    _check(context.active, good, f"from 0 to {MAX_ACTIVE} fetches, or None", "active")
     if (bandwidth := context.bandwidth) is not None:
-        good = 0 < _number(bandwidth) <= MAX_FIGURE or bandwidth == inf
-        _check(bandwidth, good, "above 0 bytes/s; leave it out to use the estimate", "bandwidth")
+        good = MIN_RATE <= _number(bandwidth) <= MAX_FIGURE or bandwidth == inf
+        _check(bandwidth, good, f"from {MIN_RATE:g} to {MAX_FIGURE:g} bytes/s, infinity, or None", "bandwidth")
 
 
 def check_reckoning(context: ServiceContext) -> None:
@@ -101,7 +110,9 @@ def check_chunk(chunk_bytes: float | None) -> float | None:
         ConfigError: it is neither None nor above 0 and finite.
     """
     if chunk_bytes is not None and not 0 < _number(chunk_bytes) <= MAX_BYTES:
-        raise ConfigError(f"{shown(chunk_bytes)} is no size of a chunk; expected bytes above 0, or None", "chunk_bytes")
+        raise ConfigError(
+            f"{shown(chunk_bytes)} is no size of a chunk; expected above 0 to {MAX_BYTES} bytes, or None", "chunk_bytes"
+        )
     return chunk_bytes
 
 
@@ -140,11 +151,11 @@ class Filter:
     allow_unprofiled: Collection[str] = ()
 
     def quality(self, profile: Profile, workload: str) -> float | None:
-        """The lower confidence bound on this model, or None when it was not measured."""
+        """The lower confidence bound on this model, or None when it was not measured; 1 only where nothing is lost."""
         if profile.exact:
             return 1.0
         record = profile.quality_for(workload) if self._same_model() else None
-        return record.lower if record else None
+        return min(record.lower, BELOW_EXACT) if record else None
 
     def refusal(self, profile: Profile, request: Request) -> str | None:
         """Why a profile may not serve a request, or None. Raw always may: every peer reads it."""
@@ -169,7 +180,11 @@ class Filter:
             return None
         if not self._same_model():
             return "the library was measured on another model (fingerprint differs); profile this one"
-        return f"no quality record for workload {request.workload!r}; profile it, or name it in allow_unprofiled"
+        known = ", ".join(map(repr, sorted(profile.quality)[:SHOWN])) or "none"
+        return (
+            f"no quality record for workload {request.workload!r} (measured: {known}); profile it,"
+            " or name the profile in allow_unprofiled"
+        )
 
     def _same_model(self) -> bool:
         return self.library is None or self.fingerprint is None or self.library.fingerprint == self.fingerprint

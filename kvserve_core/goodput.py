@@ -43,11 +43,13 @@ seconds in which at least one fetch was on the link."""
 class Goodput:
     """What is known of a link at ``time_s``. Changed in place: whoever adds holds the lock of the estimator.
 
+    Readers hold none: ``sums`` is replaced as a whole.
+
     until_s: the end of the latest fetch. run: how many fetches in a row were off, below 0 when they were fast.
     surprise, last: the latest fetch (bytes, seconds), where it was far from what was expected: "slow" or "fast".
     """
 
-    __slots__ = ("last", "run", "sums", "surprise", "time_s", "until_s")
+    __slots__ = ("_rated", "last", "run", "sums", "surprise", "time_s", "until_s")
 
     def __init__(self, now: float, prior: float, nbytes: float) -> None:
         """The prior (bytes/s) counts as a small part of a fetch of ``nbytes``."""
@@ -57,6 +59,15 @@ class Goodput:
         self.run = 0
         self.surprise = ""
         self.last = (0.0, 0.0)
+        self._rated: tuple[Sums, float] = (NOTHING, prior)
+
+    def rate(self) -> float:
+        """The estimate of B in bytes/s; worked out once for what is known, and only if somebody asks."""
+        sums, (of, rate) = self.sums, self._rated
+        if of is not sums:
+            rate = bytes_per_s(sums)
+            self._rated = (sums, rate)
+        return rate
 
     def add(self, nbytes: float, seconds: float, now: float, half_life_s: float) -> None:
         """One more fetch; what was known fades by half every ``half_life_s``.
@@ -64,7 +75,12 @@ class Goodput:
         The usual fetch is worked out here in one go: this is done for every report.
         """
         fetches, total, all_s, squares, products, prior_bytes, prior_s, busy_s = before = self.sums
-        alone_s = self._alone(seconds, now)
+        alone_s = now - self.until_s
+        if alone_s >= 0.0:
+            self.until_s = now
+            alone_s = alone_s if alone_s < seconds else seconds
+        else:
+            alone_s = self._late(alone_s, seconds, now)
         age_s, self.time_s = now - self.time_s, now
         if age_s > 0.0:
             kept = 0.5 ** (age_s / half_life_s)
@@ -72,7 +88,7 @@ class Goodput:
             products, prior_bytes, prior_s, busy_s = products * kept, prior_bytes * kept, prior_s * kept, busy_s * kept
         run, surprise, expected = 0, "", 0.0
         if fetches >= ENOUGH:
-            overhead_s, rate = _line(fetches, total, all_s, squares, products, prior_bytes, prior_s)
+            overhead_s, rate = _line((fetches, total, all_s, squares, products, prior_bytes, prior_s, busy_s))
             expected = overhead_s + nbytes / rate
             if seconds > OFF * expected + OVERHEAD_S:
                 run = self.run + 1 if self.run > 0 else 1
@@ -93,12 +109,8 @@ class Goodput:
         if self.surprise and nbytes >= OVERHEAD_S * bytes_per_s(self.sums):  # long enough to say that nothing changed
             self.surprise = ""
 
-    def _alone(self, seconds: float, now: float) -> float:
-        """Seconds of a fetch that ended now in which no other was on the link."""
-        alone_s = now - self.until_s
-        if alone_s >= 0.0:
-            self.until_s = now
-            return alone_s if alone_s < seconds else seconds
+    def _late(self, alone_s: float, seconds: float, now: float) -> float:
+        """Seconds in which a fetch was alone that ended before one that was told earlier: none of them."""
         if alone_s > -JUMP_S:
             return 0.0
         self.until_s = now  # the clock was set back, and what it said of the last fetch means nothing now
@@ -137,16 +149,9 @@ def _with(sums: Sums, nbytes: float, seconds: float, alone_s: float) -> Sums:
     return fetches + 1.0, total + nbytes, all_s + seconds, squares, products, prior_bytes, prior_s, busy_s + alone_s
 
 
-def _line(
-    fetches: float,
-    nbytes: float,
-    seconds: float,
-    squares: float,
-    products: float,
-    prior_bytes: float,
-    prior_s: float,
-) -> tuple[float, float]:
+def _line(sums: Sums) -> tuple[float, float]:
     """Seconds of a fetch that do not depend on its size, 0 unless sizes differ enough to tell; and B in bytes/s."""
+    fetches, nbytes, seconds, squares, products, prior_bytes, prior_s, _ = sums
     square, overhead_s = nbytes * nbytes, 0.0
     spread = squares * fetches - square
     if fetches >= TELLING and spread >= MIN_SPREAD * square:
@@ -163,7 +168,7 @@ def _line(
 
 def bytes_per_s(sums: Sums) -> float:
     """The estimate of B."""
-    return _line(*sums[:-1])[1]
+    return _line(sums)[1]
 
 
 def sharing(sums: Sums) -> float:

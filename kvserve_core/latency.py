@@ -29,10 +29,6 @@ class Speed:
         """Seconds for ``nbytes`` original bytes."""
         return self.fixed_s + self.s_per_byte * nbytes
 
-    def scaled(self, factor: float) -> Speed:
-        """The same shape, ``factor`` times as slow."""
-        return Speed(self.fixed_s * factor, self.s_per_byte * factor)
-
     @classmethod
     def of(cls, bytes_per_s: float, fixed_s: float = 0.0) -> Speed:
         """From a rate in bytes/s of original bytes."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -11,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 
 from kvserve_core import library_files
 from kvserve_core.artefacts import Artefacts
+from kvserve_core.bandwidth import MAX_SECONDS
 from kvserve_core.component import ComponentSpec, Kind, config_error
 from kvserve_core.errors import ConfigError
 from kvserve_core.latency import Line, Speed, latency_line
@@ -25,8 +28,8 @@ EXACT = {RAW: RAW_PIPELINE, LOSSLESS: LOSSLESS_PIPELINE}
 
 def _speed(value: Speed) -> Speed:
     for seconds in (value.fixed_s, value.s_per_byte):
-        if not 0 <= seconds < float("inf"):
-            raise ValueError(f"must be finite and at least 0, got {seconds}")
+        if not 0 <= seconds <= MAX_SECONDS:
+            raise ValueError(f"must be from 0 to {MAX_SECONDS:g}, got {seconds}")
     return value
 
 
@@ -63,7 +66,7 @@ class Profile(_Model):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     pipeline: PipelineSpec
-    cr: float = Field(gt=0)
+    cr: float = Field(ge=1e-3, le=1e6)
     encode: SpeedField
     decode: SpeedField
     quality: Mapping[str, QualityRecord] = Field(default_factory=dict)
@@ -158,6 +161,17 @@ class ProfileLibrary(_Model):
         built_ins = {RAW: RAW_PROFILE, LOSSLESS: LOSSLESS_PROFILE}
         return next((p for p in self.profiles if p.name == name), built_ins.get(name))
 
+    @property
+    def workloads(self) -> tuple[str, ...]:
+        """Those that any profile was measured on, sorted."""
+        return tuple(sorted({workload for p in self.profiles for workload in p.quality}))
+
+    @property
+    def digest(self) -> str:
+        """Of what estimates are made of: the model, and the names, ratios and speeds of its profiles."""
+        made = [self.fingerprint, *((p.name, p.cr, *astuple(p.encode), *astuple(p.decode)) for p in self.profiles)]
+        return sha256(json.dumps(made).encode()).hexdigest()
+
     def missing(self, profile: Profile) -> tuple[str, ...]:
         """Artefacts a profile reads that are not here."""
         return tuple(a for a in profile.artefacts if a not in self.artefacts.hashes)
@@ -210,6 +224,12 @@ class ProfileLibrary(_Model):
             if profile["name"] in EXACT:
                 del profile["pipeline"]
         library_files.write(Path(path), json.dumps(stored, indent=2).encode() + b"\n", blobs)
+
+
+def usual_workload(library: ProfileLibrary | None) -> str:
+    """The workload that is meant where none is named: the only one that a library was measured on, else the default."""
+    measured = library.workloads if library else ()
+    return measured[0] if len(measured) == 1 else DEFAULT_WORKLOAD
 
 
 def _stages(chain: Chain) -> list[tuple[Kind, ComponentSpec, str]]:

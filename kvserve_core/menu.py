@@ -66,7 +66,8 @@ class Menu:
 
     def near(self, nbytes: float, bandwidth: float, now: float) -> list[Item]:
         """The optimum at this point, its neighbours on the envelope, the runner-up, and what is always offered."""
-        raw_s = min(nbytes / bandwidth, _MOST_S)
+        raw_s = nbytes / bandwidth
+        raw_s = raw_s if raw_s < _MOST_S else _MOST_S
         latency, slope = self.form.lines(self._costs.live, nbytes, raw_s)
         if self._barred is not None:
             latency = latency + self._barred
@@ -108,7 +109,7 @@ def price(
 ) -> tuple[Candidate, ...]:
     """Exact estimates (eq. 1) at the live costs, fastest first; equal ones in the order of the menu."""
     raw_s = nbytes / bandwidth
-    sequential = form == SEQUENTIAL
+    sequential = not (form.chunk_bytes or form.stored)
     candidates = []
     for priced, quality in items:
         name, cr, wire, encode_fixed, encode_each, decode_fixed, decode_each = priced.terms

@@ -8,6 +8,7 @@ from math import inf
 from typing import Literal
 
 from kvserve_core.bandwidth import MAX_SECONDS
+from kvserve_core.latency import Line, crossing
 from kvserve_core.policy import Decision, ServiceContext
 
 ALPHA = 0.1
@@ -45,7 +46,9 @@ class ModelTime:
 
     def observe_prefill(self, tokens: int, seconds: float, queue_s: float = 0.0) -> bool:
         """One prefill of ``tokens``, and what it waited; False where that cannot be true, and is ignored."""
-        if not (0 < tokens <= MAX_TOKENS and 0 < seconds <= MAX_SECONDS and 0 <= queue_s <= MAX_SECONDS):
+        if not (_within(tokens, MAX_TOKENS) and _within(seconds, MAX_SECONDS)):
+            return False
+        if queue_s != 0 and not _within(queue_s, MAX_SECONDS):
             return False
         with self._lock:
             self._prefill.fold(seconds / tokens)
@@ -54,7 +57,7 @@ class ModelTime:
 
     def observe_decode(self, tokens: int, seconds: float) -> bool:
         """``tokens`` generated in ``seconds``; for ``slo_kind`` "jct"."""
-        if not (0 < tokens <= MAX_TOKENS and 0 < seconds <= MAX_SECONDS):
+        if not (_within(tokens, MAX_TOKENS) and _within(seconds, MAX_SECONDS)):
             return False
         with self._lock:
             self._decode.fold(seconds / tokens)
@@ -65,23 +68,32 @@ class ModelTime:
         rate = self._prefill.value
         return None if rate is None else rate * tokens
 
-    def seconds(self, tokens: int, output_tokens: int = 0) -> float:
-        """T_model: queue, prefill, and the tokens to generate. What was never observed counts as nothing."""
-        return (
-            (self._queue.value or 0.0)
-            + (self._prefill.value or 0.0) * tokens
-            + (self._decode.value or 0.0) * output_tokens
-        )
+    def seconds(self, tokens: int) -> float:
+        """Of T_model: the queue and the prefill. What was never observed counts as nothing."""
+        return (self._queue.value or 0.0) + (self._prefill.value or 0.0) * tokens
+
+    def generating_s(self, tokens: int) -> float:
+        """Seconds to generate so many tokens, 0 until that was observed."""
+        return (self._decode.value or 0.0) * tokens
 
     def reckon(self, context: ServiceContext) -> ServiceContext:
-        """The same request with ``tokens`` turned into T_model, and ``elapsed_s`` taken off the budget."""
-        model_s, slo_s = context.model_s, context.slo_s
-        if context.tokens is not None:
-            output = context.output_tokens if context.slo_kind == "jct" else 0
-            model_s = min(model_s + self.seconds(context.tokens, output), MAX_SECONDS)
+        """The same request with the T_model that was learned added, and ``elapsed_s`` taken off the budget.
+
+        Of ``tokens`` that is the queue and their prefill; of ``output_tokens``, where the SLO is of the whole job,
+        generating them, whether prefill is learned or was said as ``model_s``.
+        """
+        model_s, slo_s, tokens = context.model_s, context.slo_s, context.tokens
+        if tokens is not None:  # as ``seconds``, without the cost of a call
+            model_s += (self._queue.value or 0.0) + (self._prefill.value or 0.0) * tokens
+        if context.output_tokens and context.slo_kind == "jct":
+            model_s += self.generating_s(context.output_tokens)
         if slo_s is not None:
             slo_s -= context.elapsed_s
-        return context.reckoned(model_s, slo_s)
+        return context.reckoned(model_s if model_s < MAX_SECONDS else MAX_SECONDS, slo_s)
+
+
+def _within(value: object, most: float) -> bool:
+    return isinstance(value, (int, float)) and 0 < value <= most
 
 
 @dataclass(frozen=True)
@@ -89,8 +101,8 @@ class LoadDecision:
     """Whether to load a cached prefix or to compute it anew.
 
     tokens: the prefix's. load_s, recompute_s: what each takes; the former inf for what may not be loaded, the latter
-    None while no prefill was observed.
-    pays_from: tokens from which loading is faster at these speeds, inf for never. load: the decision behind load_s.
+    None while no prefill was observed. pays_from: tokens from which loading is faster at these speeds, inf for never.
+    load: the bandwidth and the candidates that load_s was reckoned with, of which it names the fastest.
     """
 
     action: Literal["load", "recompute"]
@@ -110,12 +122,13 @@ def cannot_load(tokens: int, reason: str, load: Decision, recompute_s: float | N
 def weigh(
     tokens: int, load: Decision, load_s: float, fixed_s: float, prefill_s_per_token: float | None
 ) -> LoadDecision:
-    """Recomputing is a line through 0, loading one with ``fixed_s``: they cross once or never."""
+    """Both are lines over the prefix length, computing from 0, loading from ``fixed_s``: they cross once or never."""
     if prefill_s_per_token is None:
         return LoadDecision("load", "no prefill was observed yet", tokens, load_s, None, 0.0, load)
-    recompute_s = prefill_s_per_token * tokens
-    saved = recompute_s - (load_s - fixed_s)
-    pays_from = fixed_s / (saved / tokens) if saved > 0 and tokens > 0 else inf
+    recomputing = Line(0.0, prefill_s_per_token)
+    recompute_s, pays_from = recomputing.at(tokens), inf
+    if tokens > 0 and (loading := Line(fixed_s, (load_s - fixed_s) / tokens)).slope < recomputing.slope:
+        pays_from = crossing(loading, recomputing)
     loads = load_s < recompute_s
     reason = "loading is faster" if loads else "computing it anew is faster"
     return LoadDecision("load" if loads else "recompute", reason, tokens, load_s, recompute_s, pays_from, load)

@@ -10,6 +10,7 @@ Over x = 1/B that is two lines: up to the x at which the transfer becomes the sl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from struct import Struct
 
 import numpy as np
@@ -39,7 +40,7 @@ class Form:
         if self.stored:
             encode_s = 0.0
         whole = encode_s + transfer_s + decode_s
-        if not self.chunk_bytes:
+        if not self.chunk_bytes or whole == inf:  # of the latter nothing can be taken off
             return whole
         slowest = max(encode_s, transfer_s, decode_s)
         return slowest + (whole - slowest) / self.chunks(nbytes)

@@ -48,7 +48,12 @@ class ServiceContext:
 
     def reckoned(self, model_s: float, slo_s: float | None) -> ServiceContext:
         """The same with T_model and the budget left, and nothing more to reckon them from."""
-        return _with(self, model_s=model_s, slo_s=slo_s, elapsed_s=0.0, tokens=None, output_tokens=0)
+        values = self.__dict__.copy()  # as ``_with``, without the cost of calls
+        values["model_s"], values["slo_s"], values["elapsed_s"] = model_s, slo_s, 0.0
+        values["tokens"], values["output_tokens"] = None, 0
+        made = object.__new__(ServiceContext)
+        object.__setattr__(made, "__dict__", values)
+        return made
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -68,7 +73,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
-    """What a policy answers: an index into the candidates, and one word why."""
+    """What a policy answers: an index into the candidates, and why, in a word or a sentence."""
 
     index: int
     reason: str
@@ -160,6 +165,8 @@ class Policy(ABC):
 
     clock: seconds that never fall, for policies that keep time. It is :func:`time.monotonic` until a controller starts
     the policy, and then the controller's own, which in a simulation is the simulated time.
+    library: a digest of the profile library that the controller serves from, "" without one, before it is started:
+    what was learned with another is of no use.
     rehearsal: True in a simulation, before it is started: nothing may be written that outlives the policy.
     """
 
@@ -170,6 +177,7 @@ class Policy(ABC):
     """Profiles that must be among the candidates wherever they are feasible, on the envelope or not."""
 
     clock: Callable[[], float]
+    library: str = ""
     rehearsal: bool = False
 
     def __init__(self, config: ComponentConfig) -> None:

@@ -8,6 +8,8 @@ figure is soon outweighed. Unless new observations keep it, it fades to 1, what 
 from __future__ import annotations
 
 from math import exp, inf, log
+from numbers import Real
+from typing import cast
 
 from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
 from kvserve_core.latency import Line, Speed
@@ -42,13 +44,8 @@ Terms = tuple[str, float, float, float, float, float, float]
 """name, cr, wire bytes per original byte, encode fixed and per byte, decode fixed and per byte."""
 
 
-def refusal(outcome: Outcome) -> str | None:
-    """The first figure of a report that cannot be true (negative, not finite, absurd or no number), or None."""
-    return None if _usual(outcome) else _refusal(outcome)
-
-
-def _usual(outcome: Outcome) -> bool:
-    """The common case in one expression; what is not usual may still be right."""
+def plain(outcome: Outcome) -> bool:
+    """Whether a report can be true at a glance, in one expression; one that is not plain may still be."""
     encode_s, transfer_s, decode_s, total_s = outcome.encode_s, outcome.transfer_s, outcome.decode_s, outcome.total_s
     raw_bytes, wire_bytes = outcome.raw_bytes, outcome.wire_bytes
     try:
@@ -63,10 +60,11 @@ def _usual(outcome: Outcome) -> bool:
         return False
 
 
-def _refusal(outcome: Outcome) -> str | None:
+def refusal(outcome: Outcome) -> str | None:
+    """The first figure of a report that cannot be true (negative, not finite, absurd or no number), or None."""
     for name, most in _LIMITS:
         value = getattr(outcome, name)
-        if not isinstance(value, (int, float)) or not 0 <= value <= most:
+        if not isinstance(value, Real) or not 0 <= cast(float, value) <= most:
             return f"{name} is {shown(value)}, expected a number from 0 to {most}"
     for name in ("profile", "link"):
         if not isinstance(getattr(outcome, name), str):
@@ -106,73 +104,49 @@ def _clamped(sample: float) -> float:
 class Correction:
     """The logarithm of a factor: a mean of the first samples, then an EWMA. ``rest`` is what it fades to.
 
-    ``factor`` is as of the latest ``fold`` or ``fade``.
+    ``factor`` is as of the latest ``fold`` or ``fade``, and until the first of either as given.
     """
 
     __slots__ = ("_state", "factor")
 
-    def __init__(self, rest: float = 0.0, samples: int = 1) -> None:
+    def __init__(self, rest: float = 0.0, samples: int = 1, factor: float = 1.0) -> None:
         self._state = (samples, rest, 0, inf, rest)
         """Samples, what was learned, which way the last one was off, when it was seen, and the rest."""
-        self.factor = exp(rest)
+        self.factor = factor
+
+    def fade(self, now: float) -> float:
+        """Bring ``factor`` up to date where nothing new was seen; what was never seen has nothing to fade."""
+        _, learned, _, seen_s, rest = self._state
+        if seen_s != inf:
+            kept = exp((seen_s - now) * _FADING) if now > seen_s else 1.0
+            self.factor = exp(rest + (learned - rest) * kept)
+        return self.factor
 
     def fold(self, sample: float, now: float) -> float:
         """Take a factor in. It replaces what has faded, so that seldom observations are not drawn to the library."""
-        samples, learned, off, seen_s, rest = self._state
-        samples += 1
-        weight = 1.0 / samples if samples < _FEW else ALPHA
-        if now > seen_s and (faded := 1.0 - exp((seen_s - now) * _FADING)) > weight:
-            weight = faded
+        count, learned, off, seen_s, rest = self._state
+        count += 1
+        weight = 1.0 / count if count < _FEW else ALPHA
+        if (age := (now - seen_s) * _FADING) > weight:  # else less than that has faded, for 1 - exp(-age) < age
+            weight = max(weight, 1.0 - exp(-age))
         change = (log(sample) if _TAME <= sample <= _WILD else _clamped(sample)) - learned
         if -_SURPRISE <= change <= _SURPRISE:
             off = 0
         else:
             before, off = off, 1 if change > 0 else -1
-            if samples > ESTABLISHED and weight <= 0.5:
+            if count > ESTABLISHED and weight <= 0.5:
                 weight, change = (0.5, change) if off == before else (weight, off * _SURPRISE)
         learned += weight * change
-        self._state = (samples, learned, off, now, rest)
+        self._state = (count, learned, off, now, rest)
         self.factor = factor = exp(learned)
         return factor
 
-    def fade(self, now: float) -> float | None:
-        """Bring ``factor`` up to date where nothing new was seen; None where nothing ever was."""
-        _, learned, _, seen_s, rest = self._state
-        if seen_s == inf:
-            return None
-        kept = exp((seen_s - now) * _FADING) if now > seen_s else 1.0
-        self.factor = factor = exp(rest + (learned - rest) * kept)
-        return factor
 
-
-class StagePrice:
-    """A speed with its correction. A stage said to be free takes the first observation as its speed.
-
-    fixed_s, each_s: corrected, whatever the size and per byte, as of the latest ``observe`` or ``fade``.
-    """
-
-    __slots__ = ("_correction", "_each_s", "_fixed_s", "each_s", "fixed_s")
-
-    def __init__(self, base: Speed) -> None:
-        free = base.seconds(1) <= 0
-        self._fixed_s, self._each_s = (0.0, _FREE) if free else (base.fixed_s, base.s_per_byte)
-        self._correction = Correction(-log(_WILD), 0) if free else Correction()
-        self.fixed_s, self.each_s = (0.0, 0.0) if free else (base.fixed_s, base.s_per_byte)
-
-    def observe(self, nbytes: float, seconds: float, now: float) -> None:
-        """``seconds`` for ``nbytes`` original bytes; 0 means not measured."""
-        if nbytes > 0 and seconds > 0:
-            fixed_s, each_s = self._fixed_s, self._each_s
-            factor = self._correction.fold(seconds / (fixed_s + each_s * nbytes), now)
-            self.fixed_s, self.each_s = fixed_s * factor, each_s * factor
-        else:
-            self.fade(now)
-
-    def fade(self, now: float) -> None:
-        """See :meth:`Correction.fade`; what was never seen has nothing to fade."""
-        factor = self._correction.fade(now)
-        if factor is not None:
-            self.fixed_s, self.each_s = self._fixed_s * factor, self._each_s * factor
+def _stage(base: Speed) -> tuple[float, float, Correction]:
+    """Its fixed cost, that per byte, and their correction; one said to be free takes the first sample as its speed."""
+    if base.seconds(1) <= 0:
+        return 0.0, _FREE, Correction(-log(_WILD), 0, factor=0.0)
+    return base.fixed_s, base.s_per_byte, Correction()
 
 
 class Priced:
@@ -183,14 +157,14 @@ class Priced:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.name, self._cr = profile.name, profile.cr
-        self._encode = StagePrice(profile.encode)
-        self._decode = StagePrice(profile.decode)
-        self._wire = Correction()
+        self._wire, self._encode, self._decode = Correction(), _stage(profile.encode), _stage(profile.decode)
         self.terms = self._terms()
 
     def _terms(self) -> Terms:
-        cr, encode, decode = self._cr / self._wire.factor, self._encode, self._decode
-        return (self.name, cr, 1.0 / cr, encode.fixed_s, encode.each_s, decode.fixed_s, decode.each_s)
+        (encode_fixed, encode_each, encode), (decode_fixed, decode_each, decode) = self._encode, self._decode
+        cr, slower, later = self._cr / self._wire.factor, encode.factor, decode.factor
+        encode_fixed, encode_each = encode_fixed * slower, encode_each * slower
+        return (self.name, cr, 1.0 / cr, encode_fixed, encode_each, decode_fixed * later, decode_each * later)
 
     def costs(self, nbytes: float) -> tuple[float, float, float]:
         """Seconds of encoding, seconds of decoding, bytes on the wire."""
@@ -204,7 +178,10 @@ class Priced:
         if not (outcome.encode_s and outcome.decode_s) and (outcome.encode_s or outcome.transfer_s or outcome.decode_s):
             encode_s = encode_s if outcome.encode_s else 0.0
             decode_s = decode_s if outcome.decode_s or outcome.total_s else 0.0
-        return form.seconds(encode_s, wire * nbytes / bandwidth, decode_s, nbytes)
+        transfer_s = wire * nbytes / bandwidth
+        if form.chunk_bytes or form.stored:
+            return form.seconds(encode_s, transfer_s, decode_s, nbytes)
+        return encode_s + transfer_s + decode_s  # the usual form, without the cost of a call
 
     def line(self, nbytes: float, form: Form = SEQUENTIAL) -> Line:
         """Eq. 1 at the live costs, without T_model, of stages one after another."""
@@ -218,23 +195,26 @@ class Priced:
         When that is less (it held a prefix), whole segments came nevertheless: the ratio of the two says nothing of
         the profile, and what was decoded is told by the bytes on the wire.
         """
-        raw_bytes, wire_bytes = outcome.raw_bytes, outcome.wire_bytes
+        raw_bytes, wire_bytes, wire = outcome.raw_bytes, outcome.wire_bytes, self._wire
         whole = raw_bytes >= WHOLE * nbytes
+        decoded = raw_bytes if whole else max(raw_bytes, wire_bytes * self.terms[1])
         if whole and raw_bytes >= MIN_RATIO_BYTES and wire_bytes > 0:
             sent = wire_bytes / raw_bytes
-            self._wire.fold((sent if sent < _LARGEST_WIRE else _LARGEST_WIRE) * self._cr, now)
+            cr = self._cr / wire.fold((sent if sent < _LARGEST_WIRE else _LARGEST_WIRE) * self._cr, now)
         else:
-            self._wire.fade(now)
-        decoded = raw_bytes if whole else max(raw_bytes, wire_bytes * self.terms[1])
-        encode, decode = self._encode, self._decode
-        encode.observe(nbytes if nbytes > raw_bytes else raw_bytes, outcome.encode_s, now)
-        decode.observe(decoded, outcome.decode_s, now)
-        cr = self._cr / self._wire.factor
-        self.terms = (self.name, cr, 1.0 / cr, encode.fixed_s, encode.each_s, decode.fixed_s, decode.each_s)
+            cr = self._cr / wire.fade(now)
+        encode_fixed, encode_each, encode = self._encode
+        decode_fixed, decode_each, decode = self._decode
+        encoded, encode_s, decode_s = nbytes if nbytes > raw_bytes else raw_bytes, outcome.encode_s, outcome.decode_s
+        measured = encode_s > 0 < encoded
+        slower = encode.fold(encode_s / (encode_fixed + encode_each * encoded), now) if measured else encode.fade(now)
+        measured = decode_s > 0 < decoded
+        later = decode.fold(decode_s / (decode_fixed + decode_each * decoded), now) if measured else decode.fade(now)
+        encode_fixed, encode_each = encode_fixed * slower, encode_each * slower  # as ``_terms``, without its call
+        self.terms = (self.name, cr, 1.0 / cr, encode_fixed, encode_each, decode_fixed * later, decode_each * later)
 
     def refresh(self, now: float) -> None:
         """Costs as they have faded at ``now``."""
-        self._encode.fade(now)
-        self._decode.fade(now)
-        self._wire.fade(now)
+        for correction in (self._wire, self._encode[2], self._decode[2]):
+            correction.fade(now)
         self.terms = self._terms()

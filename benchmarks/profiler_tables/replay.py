@@ -27,6 +27,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "w/o encoding": {"encode": False},
     "w/o exploration": {"explore": 0.0},
     "w/o pruning": {"prune": 1.0},
+    "w/o slope": {"slope": False},
     "w/o stop": {"patience": 0},
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from math import inf
+from math import inf, isfinite
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,15 +14,17 @@ import typer
 from kvserve_core.cli.explain_curves import Curve, curve, pays_below, stretches
 from kvserve_core.cli.explain_plot import draw
 from kvserve_core.cli.output import AsJson, print_json, print_table
-from kvserve_core.cli.specs import component_spec
+from kvserve_core.cli.specs import component_spec, label
 from kvserve_core.controller import Controller
-from kvserve_core.library import ProfileLibrary
-from kvserve_core.plots import pyplot
-from kvserve_core.policy import Decision, ServiceContext
+from kvserve_core.library import ProfileLibrary, usual_workload
+from kvserve_core.plots import check, pyplot
+from kvserve_core.policy import Decision, Policy, ServiceContext
 from kvserve_core.pricing import Priced
 from kvserve_core.registry import default_registry
+from kvserve_core.settings import POLICY
 from kvserve_core.units import format_bandwidth, format_duration, parse_bandwidth, parse_bytes, parse_duration
 
+_log = logging.getLogger(__name__)
 COLUMNS = ("", "profile", "total", "encode", "transfer", "decode", "residual", "cr", "quality", "pays below", "note")
 
 
@@ -31,41 +34,44 @@ def explain(
     library: Annotated[Path | None, typer.Option(help="Profile library; without one raw and lossless only.")] = None,
     slo: Annotated[str | None, typer.Option(help="Latency budget, for example 200ms.")] = None,
     min_quality: Annotated[float, typer.Option(help="Quality floor, on the lower bound.")] = 0.99,
-    workload: Annotated[str, typer.Option(help="Whose quality records count.")] = "default",
+    workload: Annotated[
+        str | None, typer.Option(help="Whose quality records count. [the library's, if of one only, else default]")
+    ] = None,
     model_time: Annotated[str, typer.Option(help="T_model, what comes before the KV is there.")] = "0s",
     chunk: Annotated[str | None, typer.Option(help="Bytes a chunk, where stages overlap.")] = None,
-    policy: Annotated[str, typer.Option(help="A policy's name or its spec as JSON.")] = "analytic",
+    policy: Annotated[str | None, typer.Option(help=f"A policy's name or its spec as JSON. [{label(POLICY)}]")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture over 1 to 1000 Gbps; needs matplotlib.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which profile a request would get, what each would take, and who is left out by what."""
     if plot is not None:
-        pyplot()  # before the work, not after it
-    made = default_registry().create("policy", component_spec(policy, "policy"), "policy")
+        check(pyplot(), plot)  # before the work, not after it
+    spec = component_spec(policy, "policy") if policy else POLICY
+    made = default_registry().create("policy", spec, "policy")
     loaded = ProfileLibrary.load(library) if library else None
     control = Controller(
         loaded, made, min_quality=min_quality, chunk_bytes=None if chunk is None else parse_bytes(chunk)
     )
     context = ServiceContext(
         parse_bytes(nbytes),
-        workload,
+        workload or usual_workload(loaded),
         parse_bandwidth(bandwidth),
         slo_s=None if slo is None else parse_duration(slo),
         model_s=parse_duration(model_time),
     )
     decision = control.choose(context)
     found = report(control, decision)
-    if plot is not None:
-        draw(control, decision, plot)
     if as_json:
         print_json(found)
     else:
         _print(found)
+    if plot is not None:
+        draw(control, decision, plot)  # last, so that what fails here costs nobody the answer
 
 
 def report(control: Controller, decision: Decision) -> dict[str, Any]:
     """The decision as plain data: every profile with its figures, or with what it is left out by."""
-    residuals = control.policy.residuals(decision)
+    residuals = _residuals(control.policy, decision)
     context = decision.context
     feasible = control.feasible(context)
     curves = [curve(priced, context.nbytes, control.form) for priced in feasible]  # of raw first
@@ -81,6 +87,16 @@ def report(control: Controller, decision: Decision) -> dict[str, Any]:
         "rejected": [{"profile": name, "reason": reason} for name, reason in decision.rejected],
         "envelope": _envelope([p.profile.name for p in feasible], curves),
     }
+
+
+def _residuals(policy: Policy, decision: Decision) -> dict[str, float]:
+    """What the policy says it has learned, where that is a number; one that fails has learned nothing."""
+    try:
+        told = {name: float(seconds) for name, seconds in policy.residuals(decision).items()}
+    except Exception as error:  # noqa: BLE001  # a plugin's failure must not cost the answer
+        _log.warning("policy %s failed to say its residuals: %s", type(policy).__name__, type(error).__name__)
+        return {}
+    return {name: seconds for name, seconds in told.items() if isfinite(seconds)}
 
 
 def _figures(control: Controller, decision: Decision, priced: Priced, limit: float) -> dict[str, Any]:
@@ -104,7 +120,7 @@ def _envelope(names: Sequence[str], curves: Sequence[Curve]) -> list[dict[str, A
 
 def _print(found: dict[str, Any]) -> None:
     request = found["request"]
-    where = f"{request['nbytes']} bytes at {format_bandwidth(request['bandwidth'])}"
+    where = f"{request['nbytes']} bytes of {request['workload']!r} at {format_bandwidth(request['bandwidth'])}"
     print_table(f"{found['profile']}: {found['reason']} ({where})", COLUMNS, map(_row, found["candidates"]))
     for each in found["rejected"]:
         typer.echo(f"- {each['profile']}: {each['reason']}")

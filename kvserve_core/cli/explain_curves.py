@@ -19,6 +19,8 @@ from kvserve_core.pricing import Priced
 
 SAME = 1e-9
 """Relative distance up to which two crossings are one."""
+NEAREST = 1e-300
+"""s/byte below which no crossing is told: as a bandwidth it would be infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def stretches(curves: Sequence[Curve]) -> list[tuple[int, float | None]]:
 def _edges(curves: Iterable[Curve]) -> list[float]:
     """Every x > 0 at which two lines cross, rising: between two of them nothing changes."""
     lines = {line for c in curves for line in (c.hidden, c.bound)}
-    found = sorted(x for a, b in combinations(lines, 2) if a.slope != b.slope and 0 < (x := crossing(a, b)) < inf)
+    found = sorted(x for a, b in combinations(lines, 2) if a.slope != b.slope and NEAREST < (x := crossing(a, b)) < inf)
     return [x for i, x in enumerate(found) if i == 0 or x > found[i - 1] * (1 + SAME)]
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvserve_core.cli.output import AsJson, print_json, print_table
-from kvserve_core.cli.specs import component_spec
+from kvserve_core.cli.specs import component_spec, label
 from kvserve_core.component import ComponentSpec
-from kvserve_core.errors import ConfigError
-from kvserve_core.library import ProfileLibrary
+from kvserve_core.library import ProfileLibrary, usual_workload
 from kvserve_core.plots import check, pyplot
 from kvserve_core.registry import default_registry
+from kvserve_core.settings import POLICY
 from kvserve_core.simulate.plot import draw
-from kvserve_core.simulate.report import COLUMNS, report, rows
+from kvserve_core.simulate.report import COLUMNS, report, rows, troubles
 from kvserve_core.simulate.run import simulate as play
 from kvserve_core.simulate.run import world
 from kvserve_core.simulate.scenario import parse_scenario, read_scenario
-from kvserve_core.simulate.trace import read_traces
+from kvserve_core.simulate.trace import read_file
 
 
 def simulate(
@@ -32,11 +33,15 @@ def simulate(
         int | None, typer.Option(help="Requests per seed. [10000, or all arrivals of the file]")
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second, Poisson.")] = None,
-    workload: Annotated[str | None, typer.Option(help="Workload of every tenant.")] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Workload of every tenant. [of those that name none: the library's, if of one only]"),
+    ] = None,
     slo: Annotated[str | None, typer.Option(help="Latency budget of every tenant, for example 500ms.")] = None,
     min_quality: Annotated[float | None, typer.Option(help="Quality floor of every tenant.")] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="A policy's name or its spec as JSON; repeat to compare. [analytic]")
+        list[str] | None,
+        typer.Option(help=f"A policy's name or its spec as JSON; repeat to compare. [{label(POLICY)}]"),
     ] = None,
     seeds: Annotated[
         int, typer.Option(min=1, max=10_000, help="How many seeds; from two on there are confidence bounds.")
@@ -50,18 +55,23 @@ def simulate(
     given |= _given(requests=requests, rate=rate, arrivals=arrivals)
     if trace is not None:
         _follow(given, trace)
-    _every_tenant(given, _given(workload=workload, slo=slo, min_quality=min_quality))
-    policies = _policies(policy or ["analytic"])
+    loaded = ProfileLibrary.load(library) if library else None
+    _every_tenant(
+        given, {"workload": usual_workload(loaded)}, _given(workload=workload, slo=slo, min_quality=min_quality)
+    )
+    policies = _policies([component_spec(text, "policy") for text in policy] if policy else [POLICY])
     if plot is not None:
         check(pyplot(), plot)  # before the work, not after it
     made = parse_scenario(given)
-    prepared = world(made, ProfileLibrary.load(library) if library else None)
+    prepared = world(made, loaded)
     done = play(prepared, policies, range(seeds), workers or os.cpu_count() or 1)
     found = report(made, done, range(seeds))
     if as_json:
         print_json(found)
     else:
         print_table(f"{found['requests']} requests, {seeds} seeds", COLUMNS, rows(found))
+        for trouble in troubles(found):
+            typer.echo(trouble)
     if plot is not None:
         draw(done, plot)  # last, so that what fails here costs nobody the figures
 
@@ -73,43 +83,29 @@ def _given(**options: Any) -> dict[str, Any]:
 def _follow(given: dict[str, Any], trace: Path) -> None:
     """Put every link of the scenario on a trace; without links, make one and a tenant for each in the file."""
     if "links" in given:
-        given["links"] = _merged(given["links"], {"trace": trace})
+        given["links"] = _merged(given["links"], {}, {"trace": trace})
         return
-    names = list(read_traces(_text(trace), str(trace)))
+    names = list(read_file(trace))
     given["links"] = [{"name": name, "trace": trace} for name in names]
     if "tenants" not in given:
         given["tenants"] = [{"name": name, "link": name} for name in names]
 
 
-def _every_tenant(given: dict[str, Any], fields: dict[str, Any]) -> None:
-    if fields:
-        given["tenants"] = _merged(given.get("tenants", [{}]), fields)
+def _every_tenant(given: dict[str, Any], defaults: dict[str, Any], fields: dict[str, Any]) -> None:
+    given["tenants"] = _merged(given.get("tenants", [{}]), defaults, fields)
 
 
-def _merged(tables: Any, fields: dict[str, Any]) -> Any:
-    """``fields`` in every table. What is no list of tables stays as it is, for the scenario to refuse."""
+def _merged(tables: Any, defaults: dict[str, Any], fields: dict[str, Any]) -> Any:
+    """``fields`` in every table, ``defaults`` where it lacks them. What is no list of tables is refused later."""
     if not isinstance(tables, list):
         return tables
-    return [{**table, **fields} if isinstance(table, dict) else table for table in tables]
+    return [{**defaults, **table, **fields} if isinstance(table, dict) else table for table in tables]
 
 
-def _policies(texts: list[str]) -> dict[str, ComponentSpec]:
-    """Specs by a label, validated now rather than in each process."""
+def _policies(specs: Iterable[ComponentSpec]) -> dict[str, ComponentSpec]:
+    """By a label; validated now rather than in each process."""
     found = {}
-    for text in texts:
-        spec = component_spec(text, "policy")
+    for spec in specs:
         default_registry().configure("policy", spec, "policy")
-        found[_label(spec)] = spec
+        found[label(spec)] = spec
     return found
-
-
-def _label(spec: ComponentSpec) -> str:
-    given = ", ".join(f"{k}={v}" for k, v in spec.configuration.items())
-    return f"{spec.name} ({given})" if given else spec.name
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", str(path)) from error

@@ -20,3 +20,9 @@ def component_spec(text: str, kind: Kind) -> ComponentSpec:
         raise ConfigError(
             f"{text!r} is not {a} {kind}: it is neither a name nor a spec in JSON: {error}", kind
         ) from None
+
+
+def label(spec: ComponentSpec) -> str:
+    """For people: ``analytic (min_gain=0.02)``."""
+    given = ", ".join(f"{name}={value}" for name, value in spec.configuration.items())
+    return f"{spec.name} ({given})" if given else spec.name

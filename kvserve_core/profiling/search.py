@@ -26,6 +26,7 @@ from kvserve_core.profiling.acquisition import (
 from kvserve_core.profiling.encoding import Matrix, one_hot_min_max, ordinal, scaled
 from kvserve_core.profiling.gp import Belief, believe
 from kvserve_core.profiling.point import Measurement, Point
+from kvserve_core.profiling.trend import slope
 
 Flags = NDArray[np.bool_]
 
@@ -38,7 +39,8 @@ class Options:
     explore, decay: lambda_0 and its decay by evaluation. prune: weight of a candidate whose ratio is below that of the
     best feasible one, or above that of a clear failure with the same choices; 1 switches it off. patience: stop after
     so many evaluations in a row that were not better, once no candidate is expected to give ``worth`` more ratio; 0
-    never stops. encode: False numbers the choices instead of one-hot, for comparison.
+    never stops. slope: also believe that quality falls with the ratio as it did within what was measured. encode: False
+    numbers the choices instead of one-hot, for comparison.
     """
 
     floors: tuple[float, ...] = (0.97,)
@@ -49,6 +51,7 @@ class Options:
     prune: float = 0.1
     patience: int = 8
     worth: float = 0.01
+    slope: bool = True
     encode: bool = True
     seed: int = 0
 
@@ -135,18 +138,18 @@ class Search:
         patience = self.options.patience
         if not patience or self._since_better < patience or self._cold:
             return ""
-        belief = self._belief()
-        hopeless = all(self._gain(belief, floor) < self.options.worth for floor in self.options.floors)
+        beliefs = self._beliefs()
+        hopeless = all(self._gain(beliefs, floor) < self.options.worth for floor in self.options.floors)
         return "nothing better expected" if hopeless else ""
 
     def _score(self) -> float:
         return sum(m.cr for f in self.options.floors if (m := self.best(f)))
 
-    def _gain(self, belief: Belief, floor: float) -> float:
+    def _gain(self, beliefs: Sequence[Belief], floor: float) -> float:
         """The largest expected relative improvement over the best that keeps this floor."""
         if (best := self.best(floor)) is None:
             return float("inf")
-        gain = np.maximum(self._cr / best.cr - 1, 0) * self._chance(belief, floor)
+        gain = np.maximum(self._cr / best.cr - 1, 0) * self._chance(beliefs, floor)
         return float(np.where(self._free(), gain, 0).max())
 
     def _free(self) -> Flags:
@@ -157,27 +160,36 @@ class Search:
     def _next(self) -> int:
         turn = max(len(self._asked) - self.options.cold, 0)
         floor = self.options.floors[turn % len(self.options.floors)]
-        belief = self._belief()
+        beliefs = self._beliefs()
         explore = self.options.explore * self.options.decay**turn
-        value = acquisition(self._cr, self._chance(belief, floor), self._weights(floor), belief, explore)
+        value = acquisition(self._cr, self._chance(beliefs, floor), self._weights(floor), beliefs[0], explore)
         return int(np.where(self._free(), value, -1.0).argmax())
 
-    def _belief(self) -> Belief:
-        """The model over what was told; candidates that are being measured stand in with their expected quality."""
+    def _beliefs(self) -> list[Belief]:
+        """The model over what was told; and, where quality fell with the ratio, one in which it goes on falling so."""
         good = [i for i, m in self.told.items() if not m.error]
         if not good:
-            return Belief(np.full(len(self._cr), min(self.options.floors)), np.ones(len(self._cr)))
-        quality = np.array([self.told[i].quality for i in good])
-        noise = np.array([variance(self.told[i]) for i in good])
-        belief = believe(self._inputs, good, quality, noise, self.options.seed)
-        if not (pending := sorted(self._asked - self.told.keys())):
-            return belief
-        expected = np.concatenate([quality, belief.mean[pending]])
-        noise = np.concatenate([noise, np.full(len(pending), noise.mean())])
-        return believe(self._inputs, good + pending, expected, noise, self.options.seed)
+            return [Belief(np.full(len(self._cr), min(self.options.floors)), np.ones(len(self._cr)))]
+        x, quality = _log(self._cr), np.array([self.told[i].quality for i in good])
+        falls = slope(x[good], quality, self._groups[good]) if self.options.slope else 0.0
+        return [self._belief(good, quality, trend * x) for trend in ((0.0, falls) if falls else (0.0,))]
 
-    def _chance(self, belief: Belief, floor: float) -> Matrix:
-        return chance(belief, margin(self.told.values()), floor)
+    def _belief(self, good: list[int], quality: Matrix, trend: Matrix) -> Belief:
+        """A fit of what is above a trend. Candidates that are being measured stand in with their expected quality."""
+        above, seed = quality - trend[good], self.options.seed
+        noise = np.array([variance(self.told[i]) for i in good])
+        belief = believe(self._inputs, good, above, noise, seed)
+        if pending := sorted(self._asked - self.told.keys()):
+            expected = np.concatenate([above, belief.mean[pending]])
+            noise = np.concatenate([noise, np.full(len(pending), noise.mean())])
+            belief = believe(self._inputs, good + pending, expected, noise, seed)
+        return Belief(belief.mean + trend, belief.std)
+
+    def _chance(self, beliefs: Sequence[Belief], floor: float) -> Matrix:
+        """By the belief that gives a candidate more: neither quality that falls nor quality that does not is sure."""
+        below = margin(self.told.values())
+        found: Matrix = np.max([chance(belief, below, floor) for belief in beliefs], axis=0)
+        return found
 
     def _weights(self, floor: float) -> Matrix:
         """Two-sided pruning, soft."""
@@ -193,8 +205,13 @@ class Search:
 def _inputs(points: Sequence[Point], ratios: Matrix, encode: bool) -> Matrix:
     if not encode:
         return ordinal(points)
-    known = np.maximum(ratios, ratios[ratios > 0].min())
-    return np.hstack([one_hot_min_max(points), scaled(np.log(known))[:, None]])
+    return np.hstack([one_hot_min_max(points), scaled(_log(ratios))[:, None]])
+
+
+def _log(ratios: Matrix) -> Matrix:
+    """Of the ratios; one that is not known, for the candidate cannot be encoded, counts as the lowest."""
+    known: Matrix = np.log(np.maximum(ratios, ratios[ratios > 0].min()))
+    return known
 
 
 def _groups(points: Sequence[Point]) -> NDArray[np.int64]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from kvserve_core.errors import ConfigError
-from kvserve_core.plots import pyplot
+from kvserve_core.plots import pyplot, write
 from kvserve_core.report.data import Report, Row
 from kvserve_core.report.figures import FIGURES, shown
 from kvserve_core.units import format_bandwidth, format_duration
@@ -56,7 +55,7 @@ def write_html(report: Report, out: Path) -> None:
     """Raises:
     ConfigError: the file cannot be written. UnavailableComponentError: matplotlib is not installed.
     """
-    _write(out, page(report).encode())
+    write(out, page(report).encode())
 
 
 def write_png(report: Report, out: Path) -> None:
@@ -76,7 +75,7 @@ def write_png(report: Report, out: Path) -> None:
         axes.set_title(FIGURES[name][0])
     for axes in list(grid.flat)[len(names) :]:
         axes.remove()
-    _write(out, _saved(figure, "png"))
+    write(out, _saved(figure, "png"))
 
 
 def _figure(name: str, report: Report) -> str:
@@ -133,10 +132,3 @@ def _cells(row: Row) -> Iterable[str]:
     yield f"<td class=n>{format_bandwidth(row.break_even_bps) if row.break_even_bps else '-'}</td>"
     chains = "<br>".join(f"{escape(plane)}: <code>{escape(chain)}</code>" for plane, chain in row.chains.items())
     yield f"<td>{chains}</td>"
-
-
-def _write(out: Path, data: bytes) -> None:
-    try:
-        out.write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", str(out)) from error

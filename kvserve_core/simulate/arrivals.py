@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
 from kvserve_core.errors import ConfigError, did_you_mean
 from kvserve_core.simulate.scenario import MAX_TOKENS, Engine, Scenario, Tokens
-from kvserve_core.simulate.trace import LONGEST_S, Floats
+from kvserve_core.simulate.trace import LONGEST_S, Floats, read_text
 
 Ints = NDArray[np.int64]
 REQUESTS = 10_000
@@ -127,11 +127,11 @@ def _starts(arrival: Floats, prefill_s: Floats, engine: Engine) -> Floats | Sequ
 def _read(path: Path, scenario: Scenario) -> tuple[Floats, Ints, Ints, Ints]:
     """A CSV of arrivals, sorted by time: all of them, or the first ``scenario.requests``."""
     names = {t.name: i for i, t in enumerate(scenario.tenants)}
-    rows = []
+    rows, text = [], read_text(path)
     try:
-        for number, row in enumerate(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))), 2):
+        for number, row in enumerate(csv.DictReader(io.StringIO(text)), 2):
             rows.append(_row(row, names, scenario, f"{path}, line {number}"))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except csv.Error as error:
         raise ConfigError(f"cannot be read: {error}", str(path)) from error
     if not rows:
         raise ConfigError("has no rows", str(path))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 
@@ -22,6 +22,9 @@ from kvserve_core.simulate.trace import Trace, constant
 from kvserve_core.simulate.truth import Truth
 
 AnyLink = SharedLink | PrivateLink
+MAX_REASONS, MAX_REASON = 1000, 200
+"""Reasons that are told apart in a run, and characters of one: a policy may name a figure in each."""
+OTHERS = "others"
 
 
 class Clock:
@@ -42,7 +45,8 @@ class Run:
     """One seed, played: columns in order of ``requests``. Seconds.
 
     profile: an index into ``truth.index``. reason: an index into ``reasons``. active: transfers on the link when this
-    one had joined, itself included; 1 on a private link. transfer_s includes the link's overhead.
+    one had joined, itself included; 1 on a private link. transfer_s includes the link's overhead. policy_failures,
+    refused_outcomes: the controller's counts in the end.
     """
 
     scenario: Scenario
@@ -57,6 +61,8 @@ class Run:
     transfer_s: array[float]
     decode_s: array[float]
     wire_bytes: array[float]
+    policy_failures: int = 0
+    refused_outcomes: int = 0
 
 
 def blank(scenario: Scenario, requests: Requests, truth: Truth, traces: Sequence[Trace]) -> Run:
@@ -70,7 +76,7 @@ def blank(scenario: Scenario, requests: Requests, truth: Truth, traces: Sequence
 
 
 def play(run: Run, controller: Controller, clock: Clock) -> Run:
-    """Play every request of ``run`` to its end."""
+    """Play every request of ``run`` to its end; its columns are filled in place."""
     stage = _Stage(run, controller, clock)
     links, waiting, starts = stage.links, stage.waiting, run.requests.start
     deciding, total, reported = 0, len(starts), 0
@@ -90,7 +96,7 @@ def play(run: Run, controller: Controller, clock: Clock) -> Run:
                 reported += 1
         else:
             stage.arrived(link)
-    return run
+    return replace(run, policy_failures=controller.policy_failures, refused_outcomes=controller.refused_outcomes)
 
 
 def _next_end(link: AnyLink) -> float:
@@ -177,8 +183,13 @@ class _Stage:
 
     def _number(self, reason: str) -> int:
         number = self.reasons.get(reason)
-        if number is None:
-            number = self.reasons[reason] = len(self.reasons)
+        return self._new(reason[:MAX_REASON]) if number is None else number
+
+    def _new(self, reason: str) -> int:
+        if len(self.reasons) >= MAX_REASONS:
+            reason = OTHERS
+        number = self.reasons.setdefault(reason, len(self.run.reasons))
+        if number == len(self.run.reasons):
             self.run.reasons.append(reason)
         return number
 

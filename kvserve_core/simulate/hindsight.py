@@ -42,7 +42,7 @@ class Hindsight:
 
 
 def look_back(run: Run, profiles: tuple[Profile, ...], rules: Filter) -> Hindsight:
-    """Judge every request of a run. ``rules``: the filter of the controller that played it."""
+    """Judge every request of a run. ``rules``: a filter like that of the controller that played it."""
     requests = run.requests
     nbytes, start = (np.asarray(c, np.float64) for c in (requests.nbytes, requests.start))
     ready = start + np.asarray(requests.model_s)

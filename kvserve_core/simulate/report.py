@@ -7,11 +7,17 @@ from typing import Any
 
 from kvserve_core.simulate.scenario import Scenario
 from kvserve_core.simulate.statistics import Interval, over_seeds
+from kvserve_core.simulate.summary import most
 from kvserve_core.units import format_duration
 
 Summaries = Sequence[Mapping[str, Any]]
 DISTRIBUTIONS = ("ttft_s", "jct_s", "kv_s")
 SCALARS = ("slo_met", "sent", "regret", "regret_kv", "wall_s", "cpu_s")
+TROUBLES = {
+    "policy_failures": "its policy failed {} times; what it was asked then went raw",
+    "refused_outcomes": "{} reports could not be true, and nothing was learned from them (a transfer of over a day?)",
+}
+"""Counts over all seeds, and what is said of one that is not 0."""
 
 
 def report(scenario: Scenario, done: Mapping[str, Summaries], seeds: Sequence[int]) -> dict[str, Any]:
@@ -30,7 +36,9 @@ def _over(summaries: Summaries) -> dict[str, Any]:
         for name in DISTRIBUTIONS
     }
     found |= {name: _interval([s[name] for s in summaries]) for name in SCALARS if summaries[0][name] is not None}
-    return found | {name: _shares([s[name] for s in summaries]) for name in ("profiles", "reasons")}
+    found |= {name: sum(s[name] for s in summaries) for name in TROUBLES}
+    profiles, reasons = (_shares([s[name] for s in summaries]) for name in ("profiles", "reasons"))
+    return found | {"profiles": profiles, "reasons": most(reasons)}
 
 
 def _interval(values: Sequence[float]) -> dict[str, float | None]:
@@ -51,6 +59,16 @@ COLUMNS = ("policy", "TTFT mean", "TTFT p99", "JCT mean", "JCT p99", "SLO met", 
 def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The same as a table, one row a policy."""
     return [_row(each) for each in report["policies"]]
+
+
+def troubles(report: Mapping[str, Any]) -> list[str]:
+    """What went wrong, a line each: figures of a policy that failed are not those of the policy."""
+    return [
+        f"{each['policy']}: {text.format(each[name])}"
+        for each in report["policies"]
+        for name, text in TROUBLES.items()
+        if each[name]
+    ]
 
 
 def _row(each: Mapping[str, Any]) -> tuple[str, ...]:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from signal import SIG_DFL, SIG_IGN, SIGINT, signal
-from threading import current_thread, main_thread
 from time import perf_counter, process_time
 from typing import Any
 
@@ -26,9 +19,10 @@ from kvserve_core.registry import default_registry
 from kvserve_core.simulate.arrivals import draw
 from kvserve_core.simulate.engine import Clock, Run, blank, play, traces_of
 from kvserve_core.simulate.hindsight import Hindsight, look_back
+from kvserve_core.simulate.processes import in_processes
 from kvserve_core.simulate.scenario import Scenario
 from kvserve_core.simulate.summary import summarise
-from kvserve_core.simulate.trace import Trace, read_traces
+from kvserve_core.simulate.trace import Trace, read_file
 from kvserve_core.simulate.truth import Truth
 
 
@@ -47,18 +41,11 @@ def world(scenario: Scenario, library: ProfileLibrary | None) -> World:
     Raises:
         ConfigError: a file cannot be used, or does not hold a link.
     """
-    files = {str(link.trace): _traces(link.trace) for link in scenario.links if link.trace is not None}
+    files = {str(link.trace): read_file(link.trace) for link in scenario.links if link.trace is not None}
     for link in scenario.links:
         if link.trace is not None and link.name not in files[str(link.trace)]:
             raise ConfigError(f"holds no link {link.name!r}, only {sorted(files[str(link.trace)])}", str(link.trace))
     return World(scenario, library, tuple(traces_of(scenario, files)))
-
-
-def _traces(path: Path) -> dict[str, Trace]:
-    try:
-        return read_traces(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", str(path)) from error
 
 
 def build(given: World, policy: Policy, clock: Clock, kind: type[Controller] = Controller) -> Controller:
@@ -85,11 +72,20 @@ def _prepared(given: World, controller: Controller, traffic: Generator, costs: G
 
 
 def one(given: World, policy: ComponentSpec, seed: int) -> dict[str, Any]:
-    """One policy on one seed, summarised, with the wall and processor time of the whole."""
+    """One policy on one seed, summarised, with the wall and processor time of the whole.
+
+    Raises:
+        KVServeError: the memory does not hold it.
+    """
     began, worked = perf_counter(), process_time()
     made = default_registry().create("policy", policy, "policy")
-    run, hindsight = play_seed(given, made, seed)
-    return {**summarise(run, hindsight), "wall_s": perf_counter() - began, "cpu_s": process_time() - worked}
+    try:
+        found = summarise(*play_seed(given, made, seed))
+    except MemoryError:
+        raise KVServeError(
+            f"seed {seed} needs more memory than there is; simulate fewer requests, or with fewer workers"
+        ) from None
+    return {**found, "wall_s": perf_counter() - began, "cpu_s": process_time() - worked}
 
 
 def simulate(
@@ -97,40 +93,6 @@ def simulate(
 ) -> dict[str, list[dict[str, Any]]]:
     """Every policy on every seed: summaries in order of ``seeds``, by the policy's name."""
     jobs = [(given, spec, seed) for spec in policies.values() for seed in seeds]
-    done = [one(*job) for job in jobs] if workers <= 1 or len(jobs) == 1 else _in_processes(jobs, workers)
+    done = [one(*job) for job in jobs] if workers <= 1 or len(jobs) == 1 else in_processes(one, jobs, workers)
     each = iter(done)
     return {name: [next(each) for _ in seeds] for name in policies}
-
-
-def _in_processes(jobs: Sequence[tuple[World, ComponentSpec, int]], workers: int) -> list[dict[str, Any]]:
-    """All jobs; when this process is interrupted, the others are ended rather than waited for."""
-    spawn = multiprocessing.get_context("spawn")  # forking a process with threads may lock up
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(min(workers, len(jobs)), mp_context=spawn)
-    try:
-        with _interrupts_ignored():
-            done = pool.map(one, *zip(*jobs, strict=True))  # starts the processes, which inherit this
-        return list(done)
-    except BrokenProcessPool as error:
-        raise KVServeError(
-            f"a process of the simulation ended before it was done: {error}; try fewer workers"
-        ) from error
-    except BaseException:
-        for child in set(multiprocessing.active_children()) - others:
-            child.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C reaches every process of a terminal: the one that started the others decides what becomes of them."""
-    if current_thread() is not main_thread():  # signals are the main thread's business
-        yield
-        return
-    before = signal(SIGINT, SIG_IGN)
-    try:
-        yield
-    finally:
-        signal(SIGINT, SIG_DFL if before is None else before)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
 from kvserve_core.component import config_error
 from kvserve_core.errors import ConfigError
-from kvserve_core.feasible import MAX_FIGURE
+from kvserve_core.feasible import MAX_FIGURE, MIN_RATE
 from kvserve_core.units import Bandwidth, Duration, Size
 
 Weight = Annotated[float, Field(ge=1e-9, le=1e9)]
@@ -20,7 +20,7 @@ Rate = Annotated[float, Field(ge=1e-6, le=1e9)]
 Sigma = Annotated[float, Field(ge=0, le=5)]
 """Of a log-normal factor."""
 Span = Annotated[Duration, Field(le=MAX_SECONDS)]
-LinkRate = Annotated[Bandwidth, Field(ge=1e-3, le=MAX_FIGURE)]
+LinkRate = Annotated[Bandwidth, Field(ge=MIN_RATE, le=MAX_FIGURE)]
 MAX_TOKENS = 2**30
 """Of one request. What that makes of bytes and of seconds is checked when requests are drawn."""
 MAX_REQUESTS = 100_000_000
@@ -142,7 +142,7 @@ def read_scenario(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read or is not TOML.
     """
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot be read as TOML: {error}", str(path)) from error
     links = given.get("links")

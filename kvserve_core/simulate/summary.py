@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from kvserve_core.simulate.engine import Run
+from kvserve_core.simulate.engine import OTHERS, Run
 from kvserve_core.simulate.hindsight import Hindsight
 from kvserve_core.simulate.statistics import distribution
 from kvserve_core.simulate.trace import Floats
 
 BINS = 120
 """Points in time, and quantiles, that are kept of a run for a plot."""
+REASONS = 50
+"""The most frequent of them are reported by name."""
 
 
 def summarise(run: Run, hindsight: Hindsight) -> dict[str, Any]:
-    """Distributions in seconds, shares of profiles and reasons, regret. ``sent``: wire bytes per original byte."""
+    """Distributions in seconds, shares of profiles and reasons, regret, and what went wrong.
+
+    sent: wire bytes per original byte. policy_failures, refused_outcomes: calls of the policy, and reports.
+    """
     requests, names = run.requests, list(run.truth.index)
     ttft, jct = latencies(run)
     used = np.bincount(np.asarray(run.profile), minlength=len(names)) / len(requests)
@@ -31,9 +37,18 @@ def summarise(run: Run, hindsight: Hindsight) -> dict[str, Any]:
         "regret": hindsight.regret(),
         "regret_kv": hindsight.regret(model=False),
         "profiles": {name: float(share) for name, share in zip(names, used, strict=True) if share},
-        "reasons": {run.reasons[i]: n / len(requests) for i, n in Counter(run.reason).most_common()},
+        "reasons": most({run.reasons[i]: n / len(requests) for i, n in Counter(run.reason).items()}),
+        "policy_failures": run.policy_failures,
+        "refused_outcomes": run.refused_outcomes,
         "plot": {"ttft_s": np.quantile(ttft, np.linspace(0, 1, BINS + 1)).tolist(), "over_time": _over_time(run, ttft)},
     }
+
+
+def most(shares: Mapping[str, float]) -> dict[str, float]:
+    """The :data:`REASONS` largest, the largest first, and the rest of them as one."""
+    found = sorted(((n, s) for n, s in shares.items() if n != OTHERS), key=lambda item: -item[1])
+    rest = shares.get(OTHERS, 0.0) + sum(share for _, share in found[REASONS:])
+    return dict(found[:REASONS]) | ({OTHERS: rest} if rest else {})
 
 
 def latencies(run: Run) -> tuple[Floats, Floats]:

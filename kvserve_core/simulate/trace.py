@@ -11,18 +11,18 @@ import io
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvserve_core.errors import ConfigError
+from kvserve_core.feasible import MAX_FIGURE, MIN_RATE
 from kvserve_core.units import parse_bandwidth
 
 Floats = NDArray[np.float64]
 LONGEST_S = 1e9
 """Of a trace, and of the time in which requests arrive: 30 years."""
-LEAST, MOST = 1e-3, 1e15
-"""Bytes/s of a link that is not down; within these no sum of a run loses its meaning."""
 COLUMNS = {"bandwidth": 0.0, "bandwidth_gbps": 1e9 / 8, "bandwidth_mbps": 1e6 / 8}
 """Columns that a trace may hold, and bytes/s in one of their units; the first takes text such as ``25Gbps``."""
 
@@ -89,8 +89,27 @@ def _check(times: Sequence[float], rates: Sequence[float]) -> None:
         raise ConfigError(f"a trace needs as many times as rates, and at least one; got {len(times)} and {len(rates)}")
     if times[0] != 0 or not all(a < b <= LONGEST_S for a, b in pairwise(times)):
         raise ConfigError(f"the times of a trace must begin at 0 and rise, to at most {LONGEST_S:.0f} s")
-    if not all(rate == 0 or LEAST <= rate <= MOST for rate in rates) or not any(rates):
-        raise ConfigError(f"the bandwidths of a trace must be 0 or from {LEAST:g} to {MOST:g} bytes/s, not all 0")
+    if not all(rate == 0 or MIN_RATE <= rate <= MAX_FIGURE for rate in rates) or not any(rates):
+        raise ConfigError(
+            f"the bandwidths of a trace must be 0 or from {MIN_RATE:g} to {MAX_FIGURE:g} bytes/s, not all 0"
+        )
+
+
+def read_text(path: Path) -> str:
+    """The text of a CSV, without the mark that spreadsheets put before it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", str(path)) from error
+
+
+def read_file(path: Path) -> dict[str, Trace]:
+    """:func:`read_traces` of a file."""
+    return read_traces(read_text(path), str(path))
 
 
 def read_traces(text: str, path: str = "trace") -> dict[str, Trace]:

@@ -17,12 +17,11 @@ from kvserve_core.simulate.trace import Floats
 class Truth:
     """The true costs of ``profiles`` over time, of one seed."""
 
-    __slots__ = ("_bias", "_drift", "_omega", "_phase", "_profiles", "costs", "index")
+    __slots__ = ("_bias", "_drift", "_omega", "_phase", "costs", "index")
 
     def __init__(self, profiles: Sequence[Profile], speeds: Speeds, rng: Generator) -> None:
         count = len(profiles)
         self.index = {p.name: i for i, p in enumerate(profiles)}
-        self._profiles = profiles
         self._bias: list[list[float]] = lognormal(rng, speeds.bias, 2 * count).reshape(2, count).tolist()
         self._phase: list[list[float]] = rng.uniform(0, 2 * pi, (2, count)).tolist()
         self._drift = speeds.drift

@@ -6,18 +6,18 @@ from dataclasses import asdict, dataclass, field
 from math import exp, log
 from typing import Any
 
-MIN_SPREAD = 0.25
-"""Squared coefficient of variation of the sizes from which a fixed part can be told from one per byte."""
+from kvserve_core.goodput import MIN_SPREAD
+
 UNKNOWN = 0.25
 """Relative deviation that is assumed of an estimate nobody has tried."""
-REST = 3.0
+HALF_LIFE_OUTCOMES = 3.0
 """Outcomes of other profiles after which a residual counts half, for each time that it was seen itself."""
 HALF_LIFE_S = 60.0
 """Seconds after which it does."""
-_BY_OTHERS, _BY_TIME = log(2.0) / REST, log(2.0) / HALF_LIFE_S
+_BY_OTHERS, _BY_TIME = log(2.0) / HALF_LIFE_OUTCOMES, log(2.0) / HALF_LIFE_S
 REFRESH_S = 5.0
 """How often fading with time is brought up to date where nothing else happens."""
-SURPRISE = 0.5
+UNLIKE = 0.5
 """Relative error from which an outcome is unlike those before: what it teaches is then as doubtful as a first one."""
 FORGOTTEN = 1e-3
 """Share of a residual that is none."""
@@ -34,7 +34,7 @@ class Arm:
     count, nbytes, seconds, squares, products: of outcomes, V, the residual, V^2 and their product. seen: outcomes of
     late. deviation: relative, of what came from what was expected. at, time_s: the last outcome, by the place's count
     and by the clock. fixed_s, s_per_byte: the residual as a line over V. recent: one bit for each late use, the last
-    first. until_s: it rests until then.
+    first. until_s: it cools down until then.
     """
 
     count: float = 0.0
@@ -74,7 +74,7 @@ class Arm:
         known = UNKNOWN + (self.deviation - UNKNOWN) * kept
         share = (1.0 - alpha) * kept
         self.deviation = known + alpha * (error - known)
-        self.seen, self.at, self.time_s = 1.0 if error > SURPRISE else self.seen * share + 1.0, at, now
+        self.seen, self.at, self.time_s = 1.0 if error > UNLIKE else self.seen * share + 1.0, at, now
         self._take(nbytes, unexplained_s, share)
 
     def used(self, late: bool, window: int, limit: int) -> bool:
@@ -114,7 +114,7 @@ class Place:
     """The arms of one bucket and interval. outcomes: seen here. decisions: made here. used_s: when it was last used.
 
     known: residuals as they had faded at the last ``refresh``, fixed and per byte, which serve until ``stale_s``; it is
-    replaced as a whole, for readers without a lock. rests_s: until when an arm rests.
+    replaced as a whole, for readers without a lock. cooling_s: until when an arm cools down.
     """
 
     arms: dict[str, Arm] = field(default_factory=dict)
@@ -123,20 +123,20 @@ class Place:
     used_s: float = 0.0
     known: dict[str, tuple[float, float]] = field(default_factory=dict)
     stale_s: float = float("-inf")
-    rests_s: float = float("-inf")
+    cooling_s: float = float("-inf")
 
     def refresh(self, now: float) -> None:
-        """Bring ``known`` and ``rests_s`` up to date."""
-        known, rests_s, outcomes = {}, now, self.outcomes
+        """Bring ``known`` and ``cooling_s`` up to date."""
+        known, cooling_s, outcomes = {}, now, self.outcomes
         for name, arm in self.arms.items():
             if seen := arm.seen:  # as ``Arm.kept``, without the cost of a call
                 age_s = now - arm.time_s
                 kept = exp((arm.at - outcomes) * _BY_OTHERS / seen - (age_s * _BY_TIME if age_s > 0.0 else 0.0))
                 if kept > FORGOTTEN:
                     known[name] = (arm.fixed_s * kept, arm.s_per_byte * kept)
-            if arm.until_s > rests_s:
-                rests_s = arm.until_s
-        self.known, self.rests_s = known, rests_s
+            if arm.until_s > cooling_s:
+                cooling_s = arm.until_s
+        self.known, self.cooling_s = known, cooling_s
         self.used_s, self.stale_s = now, now + REFRESH_S
 
 

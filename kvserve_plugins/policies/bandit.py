@@ -1,4 +1,4 @@
-"""Eq. 1 with what it does not explain: residuals learned per profile, seldom and safe exploration, rests that end.
+"""Eq. 1 with what it does not explain: residuals learned per profile, seldom and safe exploration, cooldowns that end.
 
 The controller learns speeds, ratios and bandwidth, and its estimates hold them. What is left (queues, other load,
 whatever only shows in totals) is learned here: ``T_eff = T_hat + residual``, an EWMA per quality bucket, interval and
@@ -8,24 +8,22 @@ the profile that is fastest there.
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
 from math import inf
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from pydantic import Field, model_validator
 
 from kvserve_core.component import ComponentConfig
 from kvserve_core.policy import Candidate, Choice, Decision, Outcome, Policy, ServiceContext
+from kvserve_core.pricing import WHOLE
 from kvserve_core.units import Duration
 from kvserve_plugins.policies import _bandit_file
 from kvserve_plugins.policies._arms import LEAST, UNKNOWN, Bucket, Memory, Place
 
-_log = logging.getLogger(__name__)
-WHOLE = 0.9
-"""Share of V from which a fetch says what the whole costs."""
 FASTEST = Choice(0, "fastest")
 TOO_LATE = "nothing meets the SLO with what was learned, least violating"
 SURE = 2.0
@@ -44,10 +42,10 @@ class Bandit(Policy):
         """What it dares and what it remembers.
 
         epsilon: share of decisions that try a neighbour, in a place never seen; it falls to ``epsilon_floor``, by half
-        every ``epsilon_half_life`` decisions. alpha: weight of a new outcome. A profile rests for ``cooldown`` when
-        ``violations`` of its last ``window`` uses missed an SLO that they were expected to meet. ttl, max_arms: what
-        is forgotten. state: a file that is read at the start and, except in a simulation, written every
-        ``save_every``.
+        every ``epsilon_half_life`` decisions. alpha: weight of a new outcome. A profile cools down for ``cooldown``
+        when ``violations`` of its last ``window`` uses missed an SLO that they were expected to meet. ttl, max_arms:
+        what is forgotten. state: a file that is read at the start and, except in a simulation, written at the first
+        outcome, every ``save_every`` and in the end.
         """
 
         seed: int = 0
@@ -78,27 +76,30 @@ class Bandit(Policy):
         self.memory = Memory(config.max_arms, config.ttl)
         self._random = random.Random(config.seed)
         self._draw = self._random.random
-        self._most, self._alpha, self._state = config.epsilon, config.alpha, config.state
+        self._most, self._alpha = config.epsilon, config.alpha
         self._lock = threading.Lock()
-        self._saved_s: float | None = None
-        self._said = False
+        self._keeper: _bandit_file.Keeper | None = None
 
     def start(self, clock: Callable[[], float]) -> None:
-        """Read what a former run knew, dated by this clock."""
+        """Read what a former run knew, dated by this clock, and keep what this one learns."""
         super().start(clock)
-        if self.config.state is not None:
-            _bandit_file.load(self.config.state, self.memory, clock())
+        if (state := self.config.state) is not None:
+            _bandit_file.load(state, self.library, self.memory, clock())
+            if not self.rehearsal:
+                every_s = self.config.save_every
+                self._keeper = _bandit_file.Keeper(state, self.library, self.memory, self._lock, clock, every_s)
+                Finalize(self, self._keeper.end, exitpriority=0)  # with the policy or the process, a worker's too
 
     def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Choice:
-        """The lowest ``T_eff`` among those that do not rest, or now and then a neighbour of it."""
+        """The lowest ``T_eff`` among those that do not cool down, or now and then a neighbour of it."""
         now = self.clock()
         bucket = (context.workload, context.min_quality, candidates[0].profile)
         place = self.memory.places.get(bucket)
         if place is None or now >= place.stale_s:
             place = self._renew(bucket, now)
         place.decisions += 1
-        if now < place.rests_s:
-            return self._around_rests(context, candidates, place, now)
+        if now < place.cooling_s:
+            return self._around_cooldowns(context, candidates, place, now)
         known, best, best_s, nbytes = place.known, 0, candidates[0].latency_s, context.nbytes
         if known:
             best_s, model_s = inf, context.model_s
@@ -124,7 +125,7 @@ class Bandit(Policy):
             place.refresh(now)
         return place
 
-    def _around_rests(
+    def _around_cooldowns(
         self, context: ServiceContext, candidates: Sequence[Candidate], place: Place, now: float
     ) -> Choice:
         estimates = [_estimate(c, place, context, now) for c in candidates]
@@ -150,8 +151,8 @@ class Bandit(Policy):
             if (late or arm.recent) and arm.used(late, self.config.window, self.config.violations):
                 arm.until_s = now + self.config.cooldown
             place.refresh(now)
-        if self._state is not None and not self.rehearsal:
-            self._save_now_and_then(self._state, now)
+        if self._keeper is not None:
+            self._keeper.learned(now)
 
     def residuals(self, decision: Decision) -> dict[str, float]:
         """Of the candidates that were tried in this place."""
@@ -169,27 +170,7 @@ class Bandit(Policy):
         Raises:
             OSError: it cannot be written.
         """
-        with self._lock:
-            dumped = self.memory.dump(self.clock())
-        _bandit_file.write(path, dumped)
-
-    def _save_now_and_then(self, path: Path, now: float) -> None:
-        with self._lock:
-            due = self._saved_s is not None and now - self._saved_s >= self.config.save_every
-            if due or self._saved_s is None:
-                self._saved_s = now
-        if due:
-            self._save_or_say(path)
-
-    def _save_or_say(self, path: Path) -> None:
-        """What was learned is kept in memory all the same, and the next save may succeed."""
-        try:
-            self.save(path)
-        except OSError as error:
-            with self._lock:
-                new, self._said = not self._said, True
-            if new:
-                _log.warning("the bandit cannot save its state to %s, and goes on without: %s (said once)", path, error)
+        _bandit_file.save(path, self.library, self.memory, self._lock, self.clock())
 
     def _epsilon(self, place: Place) -> float:
         config = self.config
@@ -220,7 +201,7 @@ class Bandit(Policy):
 
 
 _Estimate = tuple[float, float, bool]
-"""``T_eff``, its relative deviation, and whether the profile rests."""
+"""``T_eff``, its relative deviation, and whether the profile cools down."""
 
 
 def _bucket(decision: Decision) -> Bucket:
@@ -238,17 +219,17 @@ def _estimate(candidate: Candidate, place: Place, context: ServiceContext, now: 
 
 
 def _best(estimates: Sequence[_Estimate], slo_s: float | None) -> tuple[int, str]:
-    """The lowest ``T_eff`` of those that do not rest; of all of them when those would miss the SLO, or all rest."""
+    """The lowest ``T_eff`` of those that do not cool down; of all of them when those would miss the SLO, or all do."""
     everyone = range(len(estimates))
-    awake = [i for i in everyone if not estimates[i][2]]
+    ready = [i for i in everyone if not estimates[i][2]]
     fastest = min(everyone, key=lambda i: estimates[i][0])
-    if not awake:
-        return fastest, "all candidates rest, fastest"
-    best = min(awake, key=lambda i: estimates[i][0])
+    if not ready:
+        return fastest, "all candidates cool down, fastest"
+    best = min(ready, key=lambda i: estimates[i][0])
     if slo_s is None or estimates[best][0] <= slo_s:
         return best, "fastest" if best == 0 else "fastest with what was learned"
     if estimates[fastest][0] <= slo_s:
-        return fastest, "would rest, but nothing else meets the SLO"
+        return fastest, "would cool down, but nothing else meets the SLO"
     return fastest, TOO_LATE
 
 

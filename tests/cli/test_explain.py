@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 from controller_cases import FREE_RAW, GBPS, library, profile
 from kvserve_core.cli import explain_plot
 from kvserve_core.errors import UnavailableComponentError
+from kvserve_core.library import ProfileLibrary
+from kvserve_core.policy import Decision
+from kvserve_plugins.policies.analytic import Analytic
 
 ASKED = ("explain", "--bytes", "56MiB", "--bandwidth", "5Gbps")
 KVServe = Callable[..., Any]
@@ -61,6 +65,15 @@ def test_a_lower_floor_lets_more_in(path: str, kvserve: KVServe) -> None:
     assert kvserve(*ASKED, "--library", path, "--min-quality", "0.4", "--json").json["profile"] == "poor"
 
 
+def test_without_a_policy_it_is_the_one_that_serves(tmp_path: Path, kvserve: KVServe) -> None:
+    """Which does not think a gain of 1 % worth a loss."""
+    rate = 5 * GBPS
+    library(FREE_RAW, profile("barely", 2.0, 4.0 * rate / 0.98)).save(tmp_path / "m.kvlib")
+    options = (*ASKED, "--library", str(tmp_path / "m.kvlib"), "--json")
+    chosen = {more: kvserve(*options, *more).json["profile"] for more in ((), ("--policy", "analytic"))}
+    assert chosen == {(): "raw", ("--policy", "analytic"): "barely"}
+
+
 def test_stages_may_overlap(path: str, kvserve: KVServe) -> None:
     whole, chunked = (kvserve(*ASKED, "--library", path, *more, "--json").json for more in ((), ("--chunk", "1MiB")))
     assert chunked["candidates"][0]["latency_s"] < whole["candidates"][0]["latency_s"]
@@ -95,13 +108,68 @@ def test_a_bandit_shows_what_it_has_learned(path: str, tmp_path: Path, kvserve: 
     arm = {"count": 2.0, "seen": 1.0, "s_per_byte": 1e-9, "nbytes": 1e8, "squares": 1e16, "at": 1, "until_s": 0.0}
     place = {"bucket": ["default", None, "slow9"], "outcomes": 1, "decisions": 1, "age_s": 0.0}
     place["arms"] = {"slow9": {"recent": 0, "time_s": 0.0} | arm}
-    (tmp_path / "s.json").write_text(json.dumps({"version": 1, "places": [place]}))
+    digest = ProfileLibrary.load(path).digest
+    (tmp_path / "s.json").write_text(json.dumps({"version": 2, "library": digest, "places": [place]}))
     spec = {"name": "bandit", "configuration": {"state": str(tmp_path / "s.json"), "epsilon": 0, "epsilon_floor": 0}}
     found = kvserve(*ASKED, "--library", path, "--policy", json.dumps(spec), "--json").json
     assert found["profile"] == "fast5"
     residuals = {c["profile"]: c["residual_s"] for c in found["candidates"]}
     assert residuals["slow9"] == pytest.approx(56 * 2**20 * 1e-9, rel=0.01)
     assert residuals["raw"] is None
+
+
+class Told(Analytic):
+    """Answers ``told`` when it is asked what it has learned."""
+
+    told: Any = None
+
+    def residuals(self, decision: Decision) -> Any:
+        if isinstance(self.told, Exception):
+            raise self.told
+        return self.told
+
+
+@pytest.mark.parametrize(
+    "told", [None, RuntimeError("no"), {"slow9": "much"}, {"slow9": float("nan")}, {"slow9": float("inf")}], ids=repr
+)
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_policy_that_cannot_say_what_it_learned_has_learned_nothing(
+    told: Any, more: tuple[str, ...], path: str, monkeypatch: pytest.MonkeyPatch, kvserve: KVServe
+) -> None:
+    monkeypatch.setattr(Analytic, "residuals", Told.residuals)
+    monkeypatch.setattr(Analytic, "told", told, raising=False)
+    done = kvserve(*ASKED, "--library", path, *more)
+    assert done.code == 0
+    if more:
+        assert {c["residual_s"] for c in done.json["candidates"]} == {None}
+
+
+def measured_on(*workloads: str) -> ProfileLibrary:
+    record = profile("p", 8.0, 12e9).quality["default"]
+    return library(FREE_RAW, profile("p", 8.0, 12e9).model_copy(update={"quality": dict.fromkeys(workloads, record)}))
+
+
+@pytest.mark.parametrize(
+    ("workloads", "more", "chosen", "counted"),
+    [
+        (["qasper"], (), "p", "qasper"),
+        (["qasper"], ("--workload", "code"), "raw", "code"),
+        (["code", "qasper"], (), "raw", "default"),
+        (["code", "default"], (), "p", "default"),
+        ([], (), "raw", "default"),
+    ],
+)
+def test_without_a_workload_it_is_that_of_the_library(
+    workloads: list[str], more: tuple[str, ...], chosen: str, counted: str, tmp_path: Path, kvserve: KVServe
+) -> None:
+    measured_on(*workloads).save(tmp_path / "m.kvlib")
+    options = (*ASKED, "--library", str(tmp_path / "m.kvlib"), *more)
+    found = kvserve(*options, "--json").json
+    assert (found["profile"], found["request"]["workload"]) == (chosen, counted)
+    assert f"bytes of {counted!r} at 5 Gbps" in kvserve(*options).out
+    if chosen == "raw":
+        known = ", ".join(map(repr, workloads)) or "none"
+        assert f"no quality record for workload {counted!r} (measured: {known})" in found["rejected"][0]["reason"]
 
 
 def test_without_a_library_there_are_raw_and_lossless(kvserve: KVServe) -> None:
@@ -116,6 +184,9 @@ def test_without_a_library_there_are_raw_and_lossless(kvserve: KVServe) -> None:
         (("--policy", "analitic"), "did you mean 'analytic'"),
         (("--policy", "{"), "neither a name nor a spec in JSON"),
         (("--chunk", "0B"), "no size of a chunk"),
+        (("--bandwidth", "1e-300bps"), "bandwidth: 1.25e-301 is out of range; expected from 0.001 to 1e+15 bytes/s"),
+        (("--bandwidth", "1e17bps"), "bandwidth: 1.25e+16 is out of range; expected from 0.001 to 1e+15 bytes/s"),
+        (("--slo", "1e16s"), "slo_s: 1e+16 is out of range; expected a number of s up to 1e+15"),
     ],
 )
 def test_what_cannot_be_is_one_line(more: tuple[str, ...], text: str, kvserve: KVServe) -> None:
@@ -135,7 +206,7 @@ class Axes:
         self.drawn: dict[str, tuple[list[float], list[float]]] = {}
         self.marks: list[tuple[float, float]] = []
         self.levels: list[float] = []
-        self.saved: list[Path] = []
+        self.canvas = self
 
     def plot(self, x: Any, y: Any, *_: str, label: str | None = None, **__: Any) -> None:
         if label is None:
@@ -153,10 +224,16 @@ class Axes:
     def subplots(self, **_: Any) -> tuple[Axes, Axes]:
         return self, self
 
-    def savefig(self, out: Path, dpi: int) -> None:
-        if out.suffix != ".png":
-            raise ValueError(f"Format {out.suffix!r} is not supported")
-        self.saved.append(out)
+    def figure(self) -> Axes:
+        return self
+
+    def get_supported_filetypes(self) -> dict[str, str]:
+        return {"png": "a picture", "pgf": "what needs a program that is not there"}
+
+    def savefig(self, out: BytesIO, format: str, dpi: int) -> None:
+        if format != "png":
+            raise RuntimeError("xelatex not found")
+        out.write(b"a picture")
 
     def close(self, figure: Axes) -> None: ...
 
@@ -169,9 +246,16 @@ def axes(monkeypatch: pytest.MonkeyPatch) -> Axes:
     return made
 
 
-def test_the_picture_holds_lines_envelope_thresholds_slo_and_choice(axes: Axes, path: str, kvserve: KVServe) -> None:
-    assert kvserve(*ASKED, "--library", path, "--slo", "50ms", "--plot", "o.png").code == 0
-    assert axes.saved == [Path("o.png")]
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    return tmp_path / "o.png"
+
+
+def test_the_picture_holds_lines_envelope_thresholds_slo_and_choice(
+    axes: Axes, path: str, picture: Path, kvserve: KVServe
+) -> None:
+    assert kvserve(*ASKED, "--library", path, "--slo", "50ms", "--plot", str(picture)).code == 0
+    assert picture.read_bytes() == b"a picture"
     assert set(axes.drawn) == {*("raw", "lossless", "slow9", "fast5", "never"), "envelope", "choice: slow9"}
     names = ("raw", "lossless", "slow9", "fast5", "never")
     every = zip(*(axes.drawn[name][1] for name in names), strict=True)
@@ -185,20 +269,36 @@ def test_the_picture_holds_lines_envelope_thresholds_slo_and_choice(axes: Axes, 
     assert latency_ms == pytest.approx(raw_ms), "where it crosses raw"
 
 
-def test_the_ticks_of_overlapped_stages_are_where_they_cross_raw(axes: Axes, path: str, kvserve: KVServe) -> None:
-    assert kvserve(*ASKED, "--library", path, "--chunk", "8MiB", "--plot", "o.png").code == 0
+def test_the_ticks_of_overlapped_stages_are_where_they_cross_raw(
+    axes: Axes, path: str, picture: Path, kvserve: KVServe
+) -> None:
+    assert kvserve(*ASKED, "--library", path, "--chunk", "8MiB", "--plot", str(picture)).code == 0
     rates, raw_ms = axes.drawn["raw"]
     assert len(axes.marks) >= 3
     for limit, latency_ms in axes.marks:
         assert latency_ms == pytest.approx(float(np.interp(limit, rates, raw_ms)), rel=0.01)
 
 
-def test_a_picture_that_cannot_be_written_is_said(axes: Axes, kvserve: KVServe) -> None:
-    done = kvserve(*ASKED, "--plot", "o.what")
-    assert (done.code, done.err.splitlines()[-1]) == (
-        2,
-        "error: o.what: cannot be written: Format '.what' is not supported",
-    )
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("o.what", "format 'what' is not known, use one of png, pgf"), ("no/such/o.png", "there is no folder 'no/such'")],
+)
+def test_a_picture_that_cannot_be_written_is_found_out_before_the_work(
+    name: str, message: str, axes: Axes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvserve: KVServe
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = kvserve(*ASKED, "--library", "none", "--plot", name)
+    assert (done.code, done.out, done.err) == (2, "", f"error: {name}: cannot be written: {message}\n")
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_picture_that_fails_all_the_same_costs_nobody_the_answer(
+    more: tuple[str, ...], axes: Axes, tmp_path: Path, kvserve: KVServe
+) -> None:
+    done = kvserve(*ASKED, *more, "--plot", str(tmp_path / "o.pgf"))
+    assert (done.code, done.err) == (2, f"error: {tmp_path}/o.pgf: cannot be written: xelatex not found\n")
+    assert "fastest" in done.out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, kvserve: KVServe) -> None:
@@ -207,6 +307,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("kvserve_core.cli.explain.pyplot", missing)
     done = kvserve(*ASKED, "--plot", "o.png")
+    assert done.out == ""
     assert done.code == 2
     assert "pip install 'kvserve[profile]'" in done.err
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve_core.bandwidth import MIN_BYTES, BandwidthEstimator
+from kvserve_core.bandwidth import HALF_LIFE_S, MAX_LINKS, MIN_BYTES, BandwidthEstimator
 from kvserve_core.errors import ConfigError
 from kvserve_core.goodput import FASTEST, SLOWEST
 
@@ -63,19 +64,19 @@ def test_small_transfers_do_not_poison_the_estimate() -> None:
 
 def test_old_fetches_fade_with_time_not_with_count() -> None:
     clock = Clock()
-    links = BandwidthEstimator(1e9, half_life_s=5.0, clock=clock)
+    links = BandwidthEstimator(1e9, clock=clock)
     for _ in range(100):
         fetch(links, 1e9)
-    clock.now += 5 * 20
+    clock.now += HALF_LIFE_S * 20
     fetch(links, 1e8)
     assert links.estimate("a") == pytest.approx(1e8, rel=0.001)
 
 
 def test_one_half_life_halves_the_weight() -> None:
     clock = Clock()
-    links = BandwidthEstimator(1e9, half_life_s=5.0, clock=clock)
+    links = BandwidthEstimator(1e9, clock=clock)
     fetch(links, 1e9, 10**9)
-    clock.now += 5.0
+    clock.now += HALF_LIFE_S
     links.observe("a", 10**9, 2.0)
     assert links.estimate("a") == pytest.approx((0.51 + 1.0) * 1e9 / (0.51 + 2.0))
 
@@ -92,10 +93,10 @@ def test_a_clock_that_stands_still_or_a_bad_report_does_no_harm() -> None:
 
 
 def test_links_are_bounded_and_the_longest_unused_goes_first() -> None:
-    links = BandwidthEstimator(1e9, max_links=2)
-    for link in ("a", "b", "a", "c"):
+    links = BandwidthEstimator(1e9)
+    for link in ("a", "b", *(f"l{i}" for i in range(MAX_LINKS - 2)), "a", "c"):
         fetch(links, 1e8, link=link)
-    assert len(links) == 2
+    assert len(links) == MAX_LINKS
     assert links.estimate("b") == 1e9
     assert links.estimate("a") < 2e8
     assert links.estimate("c") < 2e8
@@ -112,8 +113,8 @@ def test_concurrent_observers_lose_no_bytes() -> None:
     assert links.estimate("a") == pytest.approx(2e8, rel=1e-3), "2000 fetches and one burst of as many bytes"
 
 
-@pytest.mark.parametrize("prior", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_prior_that_is_no_bandwidth_is_refused(prior: float) -> None:
+@pytest.mark.parametrize("prior", [0.0, -1.0, float("inf"), float("nan"), "10Gbps", None])
+def test_a_prior_that_is_no_bandwidth_is_refused(prior: Any) -> None:
     with pytest.raises(ConfigError, match="prior bandwidth"):
         BandwidthEstimator(prior)
 
@@ -242,41 +243,13 @@ def test_an_estimate_goes_back_to_the_prior_when_nobody_uses_the_link() -> None:
     assert links.estimate("a") == pytest.approx(1e10, rel=0.2)
 
 
-def shared(count: int, capacity: float = 1e9, rounds: int = 40) -> BandwidthEstimator:
-    """A link on which ``count`` fetches always run at a time, each with its part."""
-    clock = Clock()
-    links = BandwidthEstimator(capacity, clock=clock)
-    for _ in range(rounds):
-        clock.now += count * 1e7 / capacity
-        for _ in range(count):
-            links.observe("a", 10**7, count * 1e7 / capacity)
-    return links
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_who_knows_how_many_fetches_run_gets_the_part_of_one_more(count: int) -> None:
-    links = shared(count)
-    assert links.estimate("a") == pytest.approx(1e9 / count, rel=0.05)
-    for active in (0, 1, 9):
-        assert links.estimate("a", active) == pytest.approx(1e9 / (1 + active), rel=0.05)
-
-
-def test_fetches_that_overlap_in_part_are_told_apart_from_a_slow_link() -> None:
-    clock = Clock()
-    links = BandwidthEstimator(1e9, clock=clock)
-    for _ in range(60):  # each begins when the one before is half done; all the while two run
-        clock.now += 0.01
-        links.observe("a", 10**7, 0.02)
-    assert links.estimate("a", 0) == pytest.approx(1e9, rel=0.05)
-
-
-def test_sharing_survives_a_change_of_the_link() -> None:
-    links = shared(2)
-    for _ in range(8):
-        links._clock.now += 0.2  # type: ignore[attr-defined]  # the test's clock
-        for _ in range(2):
-            links.observe("a", 10**7, 0.2)
-    assert links.estimate("a", 0) == pytest.approx(1e8, rel=0.1)
+def test_an_estimate_is_of_all_that_is_known_whoever_asked_before() -> None:
+    asked, silent = (BandwidthEstimator(1e9, clock=Clock()) for _ in range(2))
+    for rate in (1e9, 3e8, 3e8, 5e7, 5e7):
+        for links in (asked, silent):
+            fetch(links, rate)
+        assert asked.estimate("a") > 0.0
+    assert asked.estimate("a") == silent.estimate("a") < 1e8
 
 
 def test_many_fetches_a_little_off_outweigh_any_bytes() -> None:
@@ -293,30 +266,3 @@ def test_a_name_that_nobody_gave_a_link_is_not_kept() -> None:
     fetch(links, 1e8, link="x" * 100_000)
     assert len(links) == 0
     assert links.estimate("x" * 100_000) == 1e9
-
-
-@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_a_clock_that_jumps_does_not_make_fetches_overlap(jump_s: float) -> None:
-    """One fetch after the other, none of them at the same time: one more gets all of the link, before and after."""
-    clock = Clock()
-    links = BandwidthEstimator(1e8, clock=clock)
-
-    def one_after_the_other(count: int) -> None:
-        for _ in range(count):
-            clock.now += 0.1
-            fetch(links, 1e8)
-
-    one_after_the_other(20)
-    clock.now += jump_s
-    one_after_the_other(20)
-    assert links.estimate("a", active=0) == pytest.approx(1e8, rel=0.01)
-
-
-def test_reports_of_two_threads_may_come_in_the_wrong_order() -> None:
-    """Two fetches at a time, reported a little late: that is not a clock that was set back."""
-    links = BandwidthEstimator(1e8)
-    for i in range(40):
-        late = 0.001 if i % 2 else 0.0
-        links.observe("a", 10**7, 0.2, 100.0 + 0.1 * i - late)
-    assert links.estimate("a", active=1, now=104.0) == pytest.approx(5e7, rel=0.05)
-    assert links.estimate("a", active=0, now=104.0) == pytest.approx(1e8, rel=0.05)

@@ -77,6 +77,11 @@ def test_a_probe_that_fails_teaches_nothing_and_can_be_tried_again() -> None:
         links.probe("west", fail)
     with pytest.raises(ConfigError, match=r"west: a probe of 100 bytes says nothing; send 65536 or more"):
         links.probe("west", lambda _: (100, 0.1))
+    for seconds in (0.0, -1.0, float("nan"), float("inf"), 1e9):
+        with pytest.raises(ConfigError, match=rf"west: a probe of 100000000 bytes in {seconds} s cannot be"):
+            links.probe("west", lambda _, seconds=seconds: (10**8, seconds))  # type: ignore[misc]  # bound now
+    with pytest.raises(ConfigError, match="cannot be; expected at most"):
+        links.probe("west", lambda _: (2**60, 1.0))
     assert links.estimate("west") == 5e8
     assert links.probe("west", lambda _: (10**8, 1.0)) == pytest.approx(1e8, rel=0.1)
 

@@ -17,26 +17,6 @@ from kvserve_core.policy import Outcome, ServiceContext
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 
 
-def test_the_estimate_of_the_link_is_used_and_learned() -> None:
-    control = three(prior_bandwidth=5000 * GBPS, clock=Clock())
-    context = ServiceContext(nbytes=56 * MIB, link="west")
-    first = control.choose(context)
-    assert (first.profile, first.bandwidth) == ("raw", 5000 * GBPS)
-    for _ in range(2):
-        control.observe(first, Outcome("t", "raw", 56 * MIB, 56 * MIB, transfer_s=56 * MIB / (5 * GBPS), link="west"))
-    second = control.choose(context)
-    assert second.profile == "slow9"
-    assert second.bandwidth == pytest.approx(5 * GBPS, rel=0.2)
-    assert control.choose(replace(context, link="east")).bandwidth == 5000 * GBPS
-
-
-def test_a_decision_for_an_unknown_peer_learns_from_the_link_that_was_used() -> None:
-    control = three(clock=Clock())
-    decision = control.choose(ServiceContext(nbytes=MIB))
-    control.observe(decision, Outcome("t", "raw", 10**8, 10**8, transfer_s=10.0, link="west"))
-    assert control.links.estimate("default") == control.links.estimate("west") < 2e7
-
-
 def test_observed_speeds_correct_the_estimate_and_the_choice() -> None:
     control = three(clock=Clock())
     context = ServiceContext(nbytes=56 * MIB, bandwidth=25 * GBPS)

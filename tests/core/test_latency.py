@@ -46,7 +46,6 @@ def test_raw_and_compressed_latency_of_56_mib_at_5_gbps() -> None:
 
 def test_speed_is_fixed_cost_plus_slope() -> None:
     assert Speed.of(4e9, fixed_s=0.5).seconds(2e9) == pytest.approx(1.0)
-    assert Speed(0.5, 2.0).scaled(2.0) == Speed(1.0, 4.0)
 
 
 @given(cr=st.floats(1.01, 100), rate=st.floats(1e6, 1e12), nbytes=st.floats(1e3, 1e12))

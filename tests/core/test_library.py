@@ -24,6 +24,7 @@ from kvserve_core.library import (
     Profile,
     ProfileLibrary,
     QualityRecord,
+    usual_workload,
 )
 from kvserve_core.profile import LOSSLESS_PIPELINE, RAW_PIPELINE, Chain, PipelineSpec
 
@@ -252,7 +253,11 @@ CHAIN = "profiles/1/pipeline/planes/k"
         ("profiles/1/pipeline/layer_block", 0, "profiles.balanced.layer_block", "got 0"),
         ("profiles/1/cr", 0, "profiles.balanced.cr", "got 0"),
         ("profiles/1/cr", float("inf"), "profiles.balanced.cr", "finite"),
-        ("profiles/1/encode/fixed_s", -1.0, "profiles.balanced.encode", "at least 0"),
+        ("profiles/1/cr", 5e-324, "profiles.balanced.cr", "greater than or equal to 0.001"),
+        ("profiles/1/cr", 1e7, "profiles.balanced.cr", "less than or equal to 1000000"),
+        ("profiles/1/encode/fixed_s", -1.0, "profiles.balanced.encode", "from 0 to 86400"),
+        ("profiles/1/decode/fixed_s", 86401.0, "profiles.balanced.decode", "from 0 to 86400"),
+        ("profiles/1/decode/s_per_byte", 1e308, "profiles.balanced.decode", "from 0 to 86400"),
         ("profiles/1/encode/fixd_s", 1.0, "profiles.balanced.encode.fixd_s", "did you mean 'fixed_s'"),
         ("profiles/1/quality/default/lower", 0.995, "profiles.balanced.quality.default", "lower <= value <= upper"),
         ("profiles/1/quality/default/sample", 1, "profiles.balanced.quality.default.sample", "mean 'samples'"),
@@ -326,6 +331,31 @@ def test_raw_and_lossless_exist_in_every_library() -> None:
     assert (RAW_PROFILE.pipeline, LOSSLESS_PROFILE.pipeline) == (RAW_PIPELINE, LOSSLESS_PIPELINE)
     assert RAW_PROFILE.exact
     assert not ours.profiles[1].exact
+
+
+def changed(**fields: Any) -> ProfileLibrary:
+    ours = library()
+    return ours.model_copy(update={"profiles": (ours.profiles[0], ours.profiles[1].model_copy(update=fields))})
+
+
+def test_the_digest_tells_libraries_apart_by_what_estimates_are_made_of() -> None:
+    ours = library().digest
+    assert library((DIGEST,)).digest == changed(notes="x").digest == ours
+    others = [
+        changed(cr=4.1),
+        changed(name="other"),
+        changed(encode=Speed(2e-3, 1e-9)),
+        changed(decode=Speed(5e-4, 0.0)),
+    ]
+    others.append(library().model_copy(update={"fingerprint": "e" * 64}))
+    assert len({other.digest for other in others} | {ours}) == 6
+
+
+def test_workloads_are_those_that_anything_was_measured_on() -> None:
+    measured = changed(quality={"code": RECORD, "chat": RECORD})
+    assert (library().workloads, measured.workloads) == (("default",), ("chat", "code"))
+    assert [usual_workload(each) for each in (None, library(), measured)] == ["default"] * 3
+    assert usual_workload(changed(quality={"code": RECORD})) == "code"
 
 
 def test_a_profile_is_a_line_of_the_envelope() -> None:

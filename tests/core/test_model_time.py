@@ -50,7 +50,13 @@ def test_the_first_prefills_count_alike() -> None:
     assert model.seconds(1000) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("report", [(0, 1.0), (1000, 0.0), (1000, float("nan")), (1000, 1.0, -1.0), (1000, 1e9)])
+@pytest.mark.parametrize(
+    "report",
+    [
+        *((0, 1.0), (1000, 0.0), (1000, float("nan")), (1000, 1.0, -1.0), (1000, 1e9), (None, 1.0), (1000, "1s")),
+        *((1000, 1.0, None), (1000, 1.0, float("nan"))),
+    ],
+)
 def test_a_prefill_that_cannot_be_is_counted_and_ignored(report: tuple[Any, ...]) -> None:
     control = three()
     control.observe_prefill(*report)
@@ -88,6 +94,17 @@ def test_tokens_to_generate_count_for_the_job_and_not_for_the_first_token() -> N
     decision = control.choose(replace(asked, slo_kind="jct"))
     assert decision.context.model_s == pytest.approx(1.0)
     assert "least violating" in decision.reason
+
+
+def test_tokens_to_generate_count_where_t_model_is_said_too() -> None:
+    control = three()
+    control.observe_decode(100, 2.0)
+    asked = context(1000, output_tokens=1000, slo_s=5.0, slo_kind="jct", model_s=0.1)
+    decision = control.choose(asked)
+    assert decision.context.model_s == pytest.approx(20.1)
+    assert "least violating" in decision.reason
+    assert control.choose(decision.context).context == decision.context, "they count once"
+    assert control.choose(replace(asked, slo_kind="ttft")).context.model_s == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +176,21 @@ def test_until_a_prefill_was_observed_it_loads() -> None:
 
 def test_no_tokens_are_no_load() -> None:
     assert loader().decide_load(0, context(0)).action == "recompute"
+
+
+class Unasked(Recorder):
+    """Fails who asks it."""
+
+    def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Choice:
+        raise AssertionError("a policy is for requests")
+
+
+def test_whether_to_load_is_not_asked_of_the_policy() -> None:
+    control = Controller(library(FREE_RAW, profile("p", 4.0, 1e12)), Unasked())
+    control.observe_prefill(1000, 0.1)
+    stored, encoded = (control.decide_load(4096, context(4096), profile=p) for p in ("raw", None))
+    assert (stored.load.reason, encoded.load.profile, control.policy_failures) == ("fastest", "p", 0)
+    assert stored.load_s == pytest.approx(4096 * BPT / GBPS)
 
 
 def test_a_load_that_cannot_be_is_refused() -> None:

@@ -43,6 +43,10 @@ def test_without_chunks_or_with_one_the_stages_follow_each_other() -> None:
     assert Form(1e6).seconds(1.0, 2.0, 3.0, 10**9) == pytest.approx(3.003)
 
 
+def test_what_never_ends_is_infinite_and_no_less() -> None:
+    assert Form(1e6).seconds(1.0, float("inf"), 2.0, 1e12) == float("inf")
+
+
 @given(costs_of, st.floats(1e-4, 1e3), st.one_of(st.none(), st.floats(1e5, 1e9)))
 def test_many_at_once_are_the_form_and_its_slope(costs: list[Costs], raw_s: float, chunk: float | None) -> None:
     form, nbytes = Form(chunk), 1e8

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Iterable
@@ -25,6 +27,7 @@ from kvserve_core.latency import Speed
 from kvserve_core.library import ProfileLibrary, built_in
 from kvserve_core.policy import Candidate, Decision, Outcome, ServiceContext
 from kvserve_plugins.policies._arms import Arm, Memory
+from kvserve_plugins.policies._bandit_file import VERSION
 from kvserve_plugins.policies.bandit import FALL, Bandit
 
 DATA = Path(__file__).parents[1] / "data" / "kvserve"
@@ -328,7 +331,7 @@ def test_what_was_seen_to_vary_needs_more_room() -> None:
     assert tried(policy, context, offered, 200) == []
 
 
-# -- rests -----------------------------------------------------------------------------------------------------------
+# -- cooldowns -------------------------------------------------------------------------------------------------------
 
 
 def late(policy: Bandit, offered: tuple[Candidate, ...], index: int, context: ServiceContext, count: int) -> None:
@@ -338,7 +341,7 @@ def late(policy: Bandit, offered: tuple[Candidate, ...], index: int, context: Se
         policy.observe(decision, report(decision, 2.5, expected_s=2.5 * offered[index].latency_s))
 
 
-def test_three_violations_in_ten_uses_are_a_rest_that_ends() -> None:
+def test_three_violations_in_ten_uses_are_a_cooldown_that_ends() -> None:
     policy, offered = bandit(**QUIET), candidates(0.1, 0.12, 0.3)
     context = replace(CONTEXT, slo_s=0.2)
     late(policy, offered, 0, context, 2)
@@ -349,7 +352,7 @@ def test_three_violations_in_ten_uses_are_a_rest_that_ends() -> None:
     assert policy.choose(context, offered).index == 0
 
 
-def test_violations_far_apart_are_no_rest() -> None:
+def test_violations_far_apart_are_no_cooldown() -> None:
     policy, offered = bandit(**QUIET), candidates(0.1, 0.12, 0.3)
     context = replace(CONTEXT, slo_s=0.2)
     decision = decided(offered, 0, context)
@@ -367,7 +370,7 @@ def test_missing_an_slo_that_nothing_meets_is_no_fault() -> None:
     assert policy.choose(context, offered).index == 0
 
 
-def test_a_profile_that_fails_rests() -> None:
+def test_a_profile_that_fails_cools_down() -> None:
     policy, offered = bandit(**QUIET), candidates(0.1, 0.12, 0.3)
     decision = decided(offered, 0)
     for _ in range(3):
@@ -375,22 +378,22 @@ def test_a_profile_that_fails_rests() -> None:
     assert policy.choose(CONTEXT, offered).index == 1
 
 
-def test_a_rest_ends_early_where_nothing_else_meets_the_slo() -> None:
+def test_a_cooldown_ends_early_where_nothing_else_meets_the_slo() -> None:
     policy, offered = bandit(**QUIET), candidates(0.1, 0.25, 0.3)
     context = replace(CONTEXT, slo_s=0.2)
     late(policy, offered, 0, context, 3)
     choice = policy.choose(context, offered)
-    assert (choice.index, choice.reason) == (0, "would rest, but nothing else meets the SLO")
+    assert (choice.index, choice.reason) == (0, "would cool down, but nothing else meets the SLO")
 
 
-def test_when_all_rest_the_fastest_goes() -> None:
+def test_when_all_cool_down_the_fastest_goes() -> None:
     policy, offered = bandit(**QUIET), candidates(0.1, 0.12)
     for index in (0, 1):
         decision = decided(offered, index)
         for _ in range(3):
             policy.observe(decision, report(decision, 1.0, ok=False))
     choice = policy.choose(CONTEXT, offered)
-    assert (choice.index, choice.reason) == (0, "all candidates rest, fastest")
+    assert (choice.index, choice.reason) == (0, "all candidates cool down, fastest")
 
 
 def test_when_nothing_meets_the_slo_the_least_violating_goes_and_is_reported() -> None:
@@ -474,10 +477,10 @@ def test_a_saved_state_is_a_warm_start(tmp_path: Path) -> None:
     warm = bandit(state=path, **QUIET)
     assert warm.choose(CONTEXT, offered).index == 1
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
-    assert json.loads(path.read_text())["version"] == 1
+    assert json.loads(path.read_text())["version"] == VERSION
 
 
-def test_a_rest_survives_a_restart(tmp_path: Path) -> None:
+def test_a_cooldown_survives_a_restart(tmp_path: Path) -> None:
     path, offered = tmp_path / "state.json", candidates(0.1, 0.12, 0.3)
     policy = bandit(**QUIET, cooldown=1000.0)
     decision = decided(offered, 0)
@@ -487,20 +490,91 @@ def test_a_rest_survives_a_restart(tmp_path: Path) -> None:
     assert bandit(state=path, **QUIET).choose(CONTEXT, offered).index == 1
 
 
-def test_it_saves_itself_now_and_then(tmp_path: Path) -> None:
+def saved_outcomes(path: Path) -> int:
+    return sum(place["outcomes"] for place in json.loads(path.read_text())["places"])
+
+
+def test_it_saves_itself_at_once_now_and_then_and_in_the_end(tmp_path: Path) -> None:
     path, offered = tmp_path / "state.json", candidates(0.1, 0.12, 0.3)
     policy = bandit(state=path, save_every=60.0)
     decision = decided(offered, 0)
-    policy.observe(decision, report(decision, 1.0))
-    assert not path.exists()
-    policy.clock.now = 61.0  # type: ignore[attr-defined]  # the test's clock
-    policy.observe(decision, report(decision, 1.0))
-    assert path.exists()
+    saved = []
+    for now in (0.0, 59.0, 61.0, 62.0):
+        policy.clock.now = now  # type: ignore[attr-defined]  # the test's clock
+        policy.observe(decision, report(decision, 1.0))
+        saved.append(saved_outcomes(path))
+    assert saved == [1, 1, 3, 3]
+    del policy
+    gc.collect()
+    assert saved_outcomes(path) == 4
+
+
+def test_what_is_asked_and_learns_nothing_saves_nothing(tmp_path: Path) -> None:
+    policy = bandit(state=tmp_path / "state.json")
+    policy.choose(CONTEXT, candidates(0.1, 0.3))
+    del policy
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+SERVED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from plugins.test_bandit import bandit, candidates, decided, report
+
+def serve():
+    policy = bandit(state=Path(sys.argv[2]))
+    decision = decided(candidates(0.1, 0.3), 0)
+    for _ in range(5):
+        policy.observe(decision, report(decision, 1.0))
+    serve.policy = policy
+
+if sys.argv[3] == "alone":
+    serve()
+else:
+    import multiprocessing
+    worker = multiprocessing.get_context("fork").Process(target=serve)
+    worker.start()
+    worker.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "a worker"])
+def test_what_a_process_learned_is_there_when_it_has_ended(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    subprocess.run([sys.executable, "-c", SERVED, str(Path(__file__).parents[1]), str(path), how], check=True)
+    assert saved_outcomes(path) == 5
+
+
+def test_the_state_of_another_library_is_a_cold_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Profiles may have the same names: what one took beyond its estimate says nothing of another's."""
+    path = tmp_path / "state.json"
+    for library, learned in ((LIBRARY, False), (LIBRARY, True), (slower(LIBRARY), False)):
+        caplog.clear()
+        policy = bandit(**QUIET)
+        policy.config = policy.config.model_copy(update={"state": path})
+        control = Controller(library, policy, clock=policy.clock)
+        assert bool(policy.memory.places) == learned
+        decision = control.choose(example(25))
+        control.observe(decision, in_all(decision, 4.0))
+        del policy, control
+    assert "learned with another profile library" in caplog.text
+
+
+def slower(library: ProfileLibrary) -> ProfileLibrary:
+    profiles = [
+        p.model_copy(update={"encode": Speed(p.encode.fixed_s, 2 * p.encode.s_per_byte)}) for p in library.profiles
+    ]
+    return library.model_copy(update={"profiles": tuple(profiles)})
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"version": 2, "places": []}', '{"version": 1}', '{"version": 1, "places": [{"bucket": 3}]}'],
+    [
+        *("", "[]", "{", '{"version": 1, "places": []}', '{"version": 2}', '{"version": 2, "places": []}'),
+        '{"version": 2, "library": "", "places": [{"bucket": 3}]}',
+    ],
 )
 def test_a_file_that_is_none_is_a_cold_start_and_is_said(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -24,8 +24,8 @@ def dumped() -> dict[str, Any]:
 
 
 def load(path: Path, place: dict[str, Any]) -> bool:
-    path.write_text(json.dumps({"version": _bandit_file.VERSION, "places": [place]}))
-    return _bandit_file.load(path, Memory(16, 300.0), 0.0)
+    path.write_text(json.dumps({"version": _bandit_file.VERSION, "library": "l", "places": [place]}))
+    return _bandit_file.load(path, "l", Memory(16, 300.0), 0.0)
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
@@ -59,9 +59,9 @@ def test_a_floor_that_is_no_number_is_a_cold_start(tmp_path: Path) -> None:
 def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    assert not _bandit_file.load(fifo, Memory(16, 300.0), 0.0)
+    assert not _bandit_file.load(fifo, "l", Memory(16, 300.0), 0.0)
     with pytest.raises(OSError, match="no regular file"):
-        _bandit_file.write(fifo, [])
+        _bandit_file.write(fifo, "l", [])
     assert stat.S_ISFIFO(fifo.stat().st_mode)
 
 
@@ -69,9 +69,41 @@ def test_a_link_keeps_pointing_where_it_did(tmp_path: Path) -> None:
     target, link = tmp_path / "real.json", tmp_path / "link.json"
     target.write_text("{}")
     link.symlink_to(target)
-    _bandit_file.write(link, [])
+    _bandit_file.write(link, "l", [])
     assert link.is_symlink()
     assert json.loads(target.read_text())["version"] == _bandit_file.VERSION
+
+
+def test_links_that_lead_in_a_circle_are_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.symlink_to(other)
+    other.symlink_to(one)
+    assert not _bandit_file.load(one, "l", Memory(16, 300.0), 0.0)
+    assert "is no regular file; name another one in 'state'" in caplog.text
+    with pytest.raises(OSError, match="no regular file"):
+        _bandit_file.write(one, "l", [])
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_symlink()) == ["one", "other"]
+
+
+def test_what_is_written_can_be_read_whatever_the_names(tmp_path: Path) -> None:
+    names = ["\u6f22" * 1000, '"\\', "\udc80", "\U0001f600"]
+    memory = Memory(16, 300.0)
+    _bandit_file.write(tmp_path / "s", "l", [dumped() | {"bucket": [name, 0.9, "p"]} for name in names])
+    assert _bandit_file.load(tmp_path / "s", "l", memory, 0.0)
+    assert {bucket[0] for bucket in memory.places} == set(names)
+
+
+def test_no_more_is_written_than_is_read_and_what_was_longest_unused_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [dumped() | {"bucket": ["w", 0.9, f"p{i}"], "age_s": float(i)} for i in range(20)]
+    whole = tmp_path / "whole"
+    _bandit_file.write(whole, "l", places[:5])
+    monkeypatch.setattr(_bandit_file, "MAX_FILE_BYTES", whole.stat().st_size)
+    _bandit_file.write(tmp_path / "s", "l", places[::-1])
+    memory = Memory(64, 300.0)
+    assert _bandit_file.load(tmp_path / "s", "l", memory, 0.0)
+    assert {bucket[2] for bucket in memory.places} == {f"p{i}" for i in range(5)}
 
 
 def test_more_places_than_there_is_room_for_go_oldest_first() -> None:

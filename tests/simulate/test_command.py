@@ -10,14 +10,19 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvserve_core.cli import main
+from kvserve_core.cli import main, specs
+from kvserve_core.library import Profile, ProfileLibrary
+from kvserve_core.settings import POLICY
 from kvserve_core.simulate import plot
-from simulated_worlds import library
+from kvserve_core.simulate import run as played
+from kvserve_plugins.policies.analytic import Analytic
+from simulated_worlds import library, profile
 
 FAST = ["--requests", "60", "--seeds", "2", "--workers", "1"]
 
@@ -176,7 +181,6 @@ class Axes:
 class Pyplot:
     def __init__(self) -> None:
         self.axes = (Axes(), Axes())
-        self.saved: list[Path] = []
         self.canvas = self
 
     def figure(self) -> Pyplot:
@@ -188,28 +192,29 @@ class Pyplot:
     def subplots(self, *_: int, **__: Any) -> tuple[Pyplot, tuple[Axes, Axes]]:
         return self, self.axes
 
-    def savefig(self, out: Path, dpi: int) -> None:
-        if out.suffix != ".png":
-            raise ValueError(f"Format {out.suffix!r} is not supported")
-        self.saved.append(out)
+    def savefig(self, out: BytesIO, format: str, dpi: int) -> None:
+        if format != "png":
+            raise ValueError(f"Format {format!r} is not supported")
+        out.write(b"a picture")
 
     def close(self, figure: Pyplot) -> None: ...
 
 
-def test_what_a_plot_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_plot_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
     drawn = Pyplot()
     monkeypatch.setattr(plot, "pyplot", lambda: drawn)
     monkeypatch.setattr("kvserve_core.cli.simulate.pyplot", lambda: drawn)
     code, *_ = run(capsys, *FAST, "--plot", "o.png")
     left, right = drawn.axes
-    assert (code, drawn.saved) == (0, [Path("o.png")])
+    assert (code, Path("o.png").read_bytes()) == (0, b"a picture")
     ((label, quantiles, shares),) = left.lines
-    assert label == "analytic"
+    assert label == specs.label(POLICY), "the policy that serves where none is set"
     assert quantiles == sorted(quantiles)
     assert (shares[0], shares[-1]) == (0, 1)
     assert set(right.other.lines[0][2]) == {10.0}  # Gbps
     code, out, err = run(capsys, *FAST, "--plot", "o.what")
-    assert (code, err) == (2, "error: o.what: cannot be written: Format '.what' is not supported\n")
+    assert (code, err) == (2, "error: o.what: cannot be written: Format 'what' is not supported\n")
     assert "60 requests, 2 seeds" in out, "the figures are not lost with the picture"
 
 
@@ -263,14 +268,84 @@ def test_a_trace_that_no_link_has_is_refused(rows: str, tmp_path: Path, capsys: 
     assert re.search(r"t\.csv: the (bandwidths|times) of a trace must", err)
 
 
-def test_what_a_bandit_knows_is_read_and_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = tmp_path / "s.json"
-    state.write_text('{"version": 1, "places": []}')
+def test_what_a_bandit_knows_is_read_and_left_as_it_is(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    state = tmp_path / "state" / "s.json"
+    state.parent.mkdir()
+    known = f'{{"version": 2, "library": "{ProfileLibrary.load(files[0]).digest}", "places": []}}'
+    state.write_text(known)
     spec = {"name": "bandit", "configuration": {"state": str(state), "save_every": "1ms"}}
-    code, out, _ = run(capsys, *FAST, "--policy", json.dumps(spec), "--json")
+    code, out, _ = run(capsys, *FAST, "--library", files[0], "--policy", json.dumps(spec), "--json")
     assert (code, json.loads(out)["requests"]) == (0, 60)
-    assert state.read_text() == '{"version": 1, "places": []}'
-    assert list(tmp_path.iterdir()) == [state]
+    assert state.read_text() == known
+    assert list(state.parent.iterdir()) == [state]
+    assert "starts without" not in caplog.text
+
+
+def test_a_policy_that_fails_is_told_from_one_that_chooses_raw(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no")
+
+    static = '{"name": "static", "configuration": {"profile": "raw"}}'
+    monkeypatch.setattr(Analytic, "choose", fail)
+    options = [*FAST, "--policy", "analytic", "--policy", static]
+    failed, chose = json.loads(run(capsys, *options, "--json")[1])["policies"]
+    assert (failed["policy_failures"], failed["profiles"]) == (120, {"raw": 1.0})
+    assert (chose["policy_failures"], chose["profiles"]) == (0, {"raw": 1.0})
+    shown = run(capsys, *options)[1]
+    assert "analytic: its policy failed 120 times; what it was asked then went raw" in shown
+    assert shown.count("failed") == 1
+
+
+def test_reports_that_nothing_was_learned_from_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.csv").write_text("time_s,bandwidth\n0,10\n")
+    options = [*FAST, "--trace", str(tmp_path / "t.csv")]
+    (found,) = json.loads(run(capsys, *options, "--json")[1])["policies"]
+    assert found["refused_outcomes"] == 120
+    assert "analytic: 120 reports could not be true" in run(capsys, *options, "--policy", "analytic")[1]
+
+
+def test_tenants_that_name_no_workload_have_the_only_one_of_the_library(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def only(workload: str) -> Profile:
+        return p.model_copy(update={"quality": {workload: p.quality["default"]}})
+
+    p = profile("fast", 3.0, 40e9)
+    (tmp_path / "s.toml").write_text('[[tenants]]\nname = "a"\nworkload = "code"\n[[tenants]]\nname = "b"\n')
+    library().model_copy(update={"profiles": (only("qasper"),)}).save(tmp_path / "m.kvlib")
+    options = [*FAST, "--json", "--library", str(tmp_path / "m.kvlib")]
+    for more, workloads in (
+        (["--scenario", str(tmp_path / "s.toml")], ["code", "qasper"]),
+        (["--scenario", str(tmp_path / "s.toml"), "--workload", "math"], ["math", "math"]),
+        ([], ["qasper"]),
+    ):
+        found = json.loads(run(capsys, *options, *more)[1])
+        assert [t["workload"] for t in found["scenario"]["tenants"]] == workloads
+    assert "fast" in found["policies"][0]["profiles"]
+
+
+def test_files_that_a_spreadsheet_wrote_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {"trace": "time_s,bandwidth\n0,8Gbps\n", "arrivals": "time_s,tokens\n0,9\n", "scenario": "rate = 3\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    options = [part for name in texts for part in (f"--{name}", str(tmp_path / name))]
+    assert run(capsys, *FAST, *options)[0] == 0
+
+
+def test_more_than_the_memory_holds_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def large(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(played, "draw", large)
+    code, _, err = run(capsys, *FAST)
+    text = "error: seed 0 needs more memory than there is; simulate fewer requests, or with fewer workers\n"
+    assert (code, err) == (2, text)
 
 
 INTERRUPTIBLE = """import signal, sys
@@ -295,6 +370,26 @@ def test_an_interrupt_ends_all_processes_at_once(tmp_path: Path) -> None:
         assert process.returncode != 0
         assert len(workers) == 2
         assert "Process SpawnProcess" not in err, "no child has anything to say"
+        assert [worker for worker in workers if runs(worker)] == []
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_worker_outlives_the_process_that_started_it(number: int, code: int) -> None:
+    """As a scheduler does it: only the process that it knows of gets the signal."""
+    options = ["--requests", "3000000", "--seeds", "2", "--workers", "2"]
+    started = [sys.executable, "-c", INTERRUPTIBLE, "simulate", *options]
+    process = subprocess.Popen(started, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    try:
+        while len(workers := children(process.pid)) < 2 and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)  # whoever lives holds its stderr open
+        assert (process.returncode, len(workers)) == (code, 2)
+        assert "Traceback" not in err
         assert [worker for worker in workers if runs(worker)] == []
     finally:
         with suppress(ProcessLookupError):

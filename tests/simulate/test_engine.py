@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvserve_core.controller import Controller
-from kvserve_core.policy import Decision, Outcome, ServiceContext
-from kvserve_core.simulate.engine import Run
+from kvserve_core.policy import Candidate, Choice, Decision, Outcome, ServiceContext
+from kvserve_core.simulate.engine import MAX_REASON, MAX_REASONS, OTHERS, Run
 from kvserve_core.simulate.run import play_seed
-from kvserve_core.simulate.summary import latencies
+from kvserve_core.simulate.summary import REASONS, latencies, most, summarise
 from kvserve_plugins.policies.analytic import Analytic
 from kvserve_plugins.policies.static import Static
 from simulated_worlds import EXACT, library, made
@@ -117,6 +118,33 @@ def test_a_budget_that_is_spent_is_nothing_left_and_no_error() -> None:
     assert left[0] == pytest.approx(0.08)
     assert left[-1] == 0.0
     assert "no profile meets the SLO" in run.reasons[run.reason[-1]]
+
+
+class Talkative(Static):
+    """Names a figure in every reason."""
+
+    def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Choice:
+        return Choice(super().choose(context, candidates).index, f"{context.nbytes} bytes{'!' * 300}")
+
+
+def test_reasons_are_bounded_however_much_a_policy_has_to_say() -> None:
+    policy = Talkative(Static.Config(profile="raw"))
+    world = made(library(), requests=3000)
+    run, hindsight = play_seed(world, policy, 0)
+    assert len(run.reasons) == MAX_REASONS + 1
+    assert max(map(len, run.reasons)) == MAX_REASON
+    found = summarise(run, hindsight)["reasons"]
+    assert len(found) == REASONS + 1
+    assert list(found)[-1] == OTHERS
+    assert sum(found.values()) == pytest.approx(1.0)
+
+
+def test_the_largest_shares_are_named_and_the_rest_is_one() -> None:
+    shares = {OTHERS: 0.5} | {f"r{i}": i / 1e4 for i in range(60)}
+    found = most(shares)
+    assert list(found) == [*(f"r{i}" for i in range(59, 9, -1)), OTHERS]
+    assert found[OTHERS] == pytest.approx(0.5 + sum(range(10)) / 1e4)
+    assert most({"a": 0.25, "b": 0.75}) == {"b": 0.75, "a": 0.25}
 
 
 def test_links_do_not_disturb_each_other() -> None:

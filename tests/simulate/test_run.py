@@ -13,8 +13,8 @@ import pytest
 
 from kvserve_core.component import ComponentSpec
 from kvserve_core.errors import KVServeError
-from kvserve_core.simulate import run
 from kvserve_core.simulate.engine import Clock
+from kvserve_core.simulate.processes import in_processes
 from kvserve_core.simulate.report import COLUMNS, report, rows
 from kvserve_core.simulate.run import build, play_seed, simulate
 from kvserve_core.simulate.statistics import distribution, over_seeds, t_quantile
@@ -43,15 +43,36 @@ def test_a_seed_plays_the_same_again_and_in_other_processes() -> None:
     assert first["ttft_s"] != second["ttft_s"]
 
 
-def test_a_process_that_dies_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "one", os._exit)
-    jobs: Any = [(3,), (3,)]
-    before = signal.getsignal(signal.SIGINT)
+def test_a_process_that_dies_is_said() -> None:
+    before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     with pytest.raises(
         KVServeError, match=r"a process of the simulation ended before it was done: .*; try fewer workers"
     ):
-        run._in_processes(jobs, 2)
-    assert signal.getsignal(signal.SIGINT) is before
+        in_processes(os._exit, [(3,), (3,)], 2)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_whoever_handles_termination_goes_on_doing_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that simulates has its own way to end."""
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("its own"))
+    monkeypatch.setattr("kvserve_core.simulate.processes.ProcessPoolExecutor", Told)
+    try:
+        assert in_processes(abs, [(-3,), (3,)], 2) == [3, 3]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == ["its own"]
+
+
+class Told(ThreadPoolExecutor):
+    """Is told to terminate as soon as it has work."""
+
+    def __init__(self, workers: int, **_: Any) -> None:
+        super().__init__(workers)
+
+    def map(self, *arguments: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().map(*arguments, **more)
 
 
 def test_processes_can_be_started_from_any_thread() -> None:
