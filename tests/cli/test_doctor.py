@@ -41,7 +41,7 @@ def test_a_sound_installation_passes(kvserve: Run, install: Install, tmp_path: P
     assert found["python"]["detail"].startswith(sys.version.partition(" ")[0])
     assert found["library"]["status"] == "warn"
     assert found["cache"]["detail"] == str(tmp_path / "cache")
-    assert found["policy"]["detail"] == "'analytic'"
+    assert found["policy"]["detail"] == "'analytic' with {'min_gain': 0.02}"
     assert {"pydantic", "torch", "components", "transport.memory"} <= found.keys()
 
 
