@@ -20,7 +20,12 @@ def create_keys(folder: Path) -> None:
 
     Producers need ``server.key_secret`` and the ``.key`` of each consumer, consumers ``server.key`` and
     ``client.key_secret``; copying the whole folder to both sides is the simple way.
+
+    Raises:
+        ConfigError: the folder holds keys, whose copies elsewhere would no longer match.
     """
+    if any(folder.glob("*.key_secret")):
+        raise ConfigError(f"{str(folder)!r} holds keys already; delete them, or name another folder")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (SERVER, CLIENT):
         for path in zmq.auth.create_certificates(folder, name):

@@ -283,6 +283,14 @@ def test_curve_keys_encrypt_and_admit(tmp_path: Path) -> None:
     assert not threads()
 
 
+def test_keys_are_not_replaced(tmp_path: Path) -> None:
+    create_keys(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match="holds keys already"):
+        create_keys(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize("wrong", ["server", "client", "none"])
 def test_wrong_keys_are_refused_with_what_to_check(tmp_path: Path, wrong: str) -> None:
     create_keys(tmp_path / "keys")
