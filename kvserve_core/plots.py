@@ -55,14 +55,21 @@ def save(plots: Any, figure: Any, out: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    buffer = io.BytesIO()
     try:
-        figure.savefig(buffer, format=out.suffix.removeprefix(".").lower(), dpi=120)
+        data = rendered(plots, figure, out.suffix.removeprefix(".").lower(), dpi=120)
     except (OSError, ValueError, RuntimeError) as error:  # a format that it does not know, or lacks a program for
         raise ConfigError(f"cannot be written: {error}", str(out)) from error
+    write(out, data)
+
+
+def rendered(plots: Any, figure: Any, kind: str, **how: Any) -> bytes:
+    """A figure of ``plots`` as a file of that kind; closes it."""
+    buffer = io.BytesIO()
+    try:
+        figure.savefig(buffer, format=kind, **how)
     finally:
         plots.close(figure)
-    write(out, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def write(out: Path, data: bytes) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from kvserve_core.plots import pyplot, write
+from kvserve_core.plots import pyplot, rendered, write
 from kvserve_core.report.data import Report, Row
 from kvserve_core.report.figures import FIGURES, shown
 from kvserve_core.units import format_bandwidth, format_duration
 
 SIZE = (8.0, 4.8)
+DPI = 110
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1a1a1a }
 table { border-collapse: collapse; font-size: .85rem; width: 100% } caption { text-align: left; padding: .4rem 0 }
@@ -75,7 +74,7 @@ def write_png(report: Report, out: Path) -> None:
         axes.set_title(FIGURES[name][0])
     for axes in list(grid.flat)[len(names) :]:
         axes.remove()
-    write(out, _saved(figure, "png"))
+    write(out, rendered(plots, figure, "png", dpi=DPI))
 
 
 def _figure(name: str, report: Report) -> str:
@@ -84,7 +83,7 @@ def _figure(name: str, report: Report) -> str:
     with plots.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         figure, axes = plots.subplots(figsize=SIZE, layout="constrained")
         draw(axes, report)
-        svg = _saved(figure, "svg", metadata={"Date": None, "Creator": None}).decode()
+        svg = rendered(plots, figure, "svg", dpi=DPI, metadata={"Date": None, "Creator": None}).decode()
     inline = svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
     return f'<h2 id="{name}">{escape(title)}</h2>\n<figure>{_own_ids(inline, name)}</figure>'
 
@@ -93,15 +92,6 @@ def _own_ids(svg: str, name: str) -> str:
     """Ids made unique within the page: every figure starts counting anew."""
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     return re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", svg)
-
-
-def _saved(figure: Any, kind: str, **how: Any) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        figure.savefig(buffer, format=kind, dpi=110, **how)
-    finally:
-        pyplot().close(figure)
-    return buffer.getvalue()
 
 
 def _facts(report: Report) -> Iterable[tuple[str, str]]:

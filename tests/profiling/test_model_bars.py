@@ -9,21 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmark_modules import benchmark
 from kvserve_core.latency import Speed
 from kvserve_core.library import RAW_PROFILE, Profile, ProfileLibrary, QualityRecord
 from kvserve_core.profile import PipelineSpec
 from kvserve_core.profiling.point import Measurement, Point
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[SimpleNamespace]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        from profiler_model import bars, reference, whole
-
-        yield SimpleNamespace(bars=bars, reference=reference, whole=whole)
+    names = ("bars", "reference", "whole")
+    with benchmark(*(f"profiler_model.{name}" for name in names)) as modules:
+        yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
 
 def point(levels: int) -> Point:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmark_modules import benchmark
+
 SEEDS = 3
 
 
 @pytest.fixture(scope="module")
 def tables() -> Iterator[SimpleNamespace]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        from profiler_tables import replay, rivals, tables
-
+    with benchmark("profiler_tables.replay", "profiler_tables.rivals", "profiler_tables.tables") as modules:
+        replay, rivals, tables = modules
         yield SimpleNamespace(replay=replay, rivals=rivals, smoke=tables.smoke(), measured=tables.measured())
 
 

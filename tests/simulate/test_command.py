@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -356,14 +357,25 @@ if __name__ == "__main__":
 """
 
 
-def test_an_interrupt_ends_all_processes_at_once(tmp_path: Path) -> None:
-    """As a terminal does it: every process of the group gets the signal."""
+@contextmanager
+def simulating() -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A long simulation in a process group of its own, and its two workers; all of them are gone in the end."""
     options = ["--requests", "3000000", "--seeds", "2", "--workers", "2"]
     started = [sys.executable, "-c", INTERRUPTIBLE, "simulate", *options]
     process = subprocess.Popen(started, start_new_session=True, stderr=subprocess.PIPE, text=True)
     try:
         while len(workers := children(process.pid)) < 2 and process.poll() is None:
             time.sleep(0.05)
+        yield process, workers
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_an_interrupt_ends_all_processes_at_once(tmp_path: Path) -> None:
+    """As a terminal does it: every process of the group gets the signal."""
+    with simulating() as (process, workers):
         time.sleep(0.2)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -371,30 +383,17 @@ def test_an_interrupt_ends_all_processes_at_once(tmp_path: Path) -> None:
         assert len(workers) == 2
         assert "Process SpawnProcess" not in err, "no child has anything to say"
         assert [worker for worker in workers if runs(worker)] == []
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_no_worker_outlives_the_process_that_started_it(number: int, code: int) -> None:
     """As a scheduler does it: only the process that it knows of gets the signal."""
-    options = ["--requests", "3000000", "--seeds", "2", "--workers", "2"]
-    started = [sys.executable, "-c", INTERRUPTIBLE, "simulate", *options]
-    process = subprocess.Popen(started, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    try:
-        while len(workers := children(process.pid)) < 2 and process.poll() is None:
-            time.sleep(0.05)
+    with simulating() as (process, workers):
         process.send_signal(number)
         _, err = process.communicate(timeout=60)  # whoever lives holds its stderr open
         assert (process.returncode, len(workers)) == (code, 2)
         assert "Traceback" not in err
         assert [worker for worker in workers if runs(worker)] == []
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def children(pid: int) -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -12,17 +10,6 @@ import pytest
 
 from kvserve_core.latency import Line, threshold
 from kvserve_plugins.policies import bandit
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def controller() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import controller
-
-        yield controller
 
 
 @pytest.mark.parametrize("bar", ["b3", "envelopes", "intervals", "fig4", "fig13", "fig16", "fast_fig16"])

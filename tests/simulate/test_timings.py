@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-import pytest
 
 from kvserve_core.policy import ServiceContext
 from kvserve_plugins.policies.analytic import Analytic
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def controller() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import controller
-
-        yield controller
 
 
 def window(call: int, loop: int) -> dict[str, dict[str, int]]:

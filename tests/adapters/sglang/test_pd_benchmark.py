@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+from benchmark_modules import benchmark
 
 
 @pytest.fixture(scope="module")
 def sglang_pd() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import sglang_pd
-
-        yield sglang_pd
+    with benchmark("sglang_pd") as (module,):
+        yield module
 
 
 def judged(sglang_pd: ModuleType, **wire_bytes: int) -> dict[str, Any]:

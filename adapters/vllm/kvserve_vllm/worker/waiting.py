@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
+from math import inf
 from typing import Protocol, TypeVar
 
 from kvserve_vllm.metadata import WorkerReport
@@ -35,10 +36,10 @@ class Waited(Protocol[T]):
         """End one that was given up and says nothing."""
 
 
-def wait_out(loads: Waited[T], req_ids: Set[str], report: WorkerReport) -> list[T]:
-    """Poll until these have ended; what ended."""
+def wait_out(loads: Waited[T], req_ids: Set[str], report: WorkerReport, until_s: float = inf) -> list[T]:
+    """Poll until these have ended, or until then by the monotonic clock; what ended."""
     ended: list[T] = []
-    while loads.running(req_ids):
+    while loads.running(req_ids) and time.monotonic() < until_s:
         ended += loads.poll(report)
         time.sleep(WAIT_S)
     return ended
@@ -60,9 +61,7 @@ def _let_go(loads: Waited[object], req_ids: Set[str], report: WorkerReport) -> N
     until_s = time.monotonic() + LET_GO_S
     try:
         loads.cancel(loads.running(req_ids))
-        while loads.running(req_ids) and time.monotonic() < until_s:
-            loads.poll(report)
-            time.sleep(WAIT_S)
+        wait_out(loads, req_ids, report, until_s)
     except Exception:
         log.exception("loads that were cancelled are not heard of")
 
