@@ -105,6 +105,8 @@ def interference(chain: dict[str, Any], tokens: int, steps: int, budgets: Sequen
     out: dict[str, Any] = {"decoded_bytes": nbytes}
     engine = DecodeSteps()
     engine.times(20)
+    step()  # kernels are compiled and loaded when first used
+    torch.cuda.synchronize()
     out["alone"] = alone = _tpot(engine.times(steps))
     for sms in budgets:
         out[f"{sms} sms" if sms else "no budget"] = _beside(engine, sms, step, nbytes, steps, alone)

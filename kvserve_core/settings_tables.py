@@ -40,7 +40,7 @@ class GpuSettings(BaseModel):
     """How much of a GPU encoding and decoding take from the engine; without one, nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    sms: int = Field(0, ge=0, description="multiprocessors for encoding and decoding (on trial); 0: all")
+    sms: int = Field(0, ge=0, description="multiprocessors for encoding and decoding; 0: all")
     batch_bytes: Size = Field(
         128 * 2**20, ge=2**20, le=2**28, description="original bytes coded at a time; two batches are held"
     )

@@ -90,11 +90,22 @@ def on_host(pieces: Sequence[Tensor]) -> list[Tensor]:
     for p in flat:
         starts.append(starts[-1] + -(-p.numel() // 16) * 16)
     device = next(p.device for p in pieces if p.is_cuda)
-    staged = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-    rooms = [staged[at : at + p.numel()] for at, p in zip(starts, flat, strict=False)]
-    torch._foreach_copy_(rooms, flat)
+    staged = _in_place(flat, starts)
+    if staged is None:
+        staged = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        rooms = [staged[at : at + p.numel()] for at, p in zip(starts, flat, strict=False)]
+        torch._foreach_copy_(rooms, flat)
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
     host.copy_(staged, non_blocking=True)
     torch.cuda.current_stream(device).synchronize()
     cut = (host[at : at + p.numel()] for at, p in zip(starts, flat, strict=False))
     return [c.view(p.dtype).reshape(p.shape) for c, p in zip(cut, pieces, strict=True)]
+
+
+def _in_place(flat: Sequence[Tensor], starts: Sequence[int]) -> Tensor | None:
+    """These slices as one, where they are the whole of one buffer already, each at its place in ``starts``."""
+    whole = flat[0]._base
+    if whole is None or whole.numel() != starts[-1] or whole.dtype != torch.uint8 or not whole.is_contiguous():
+        return None
+    there = all(p._base is whole and p.storage_offset() == at for p, at in zip(flat, starts, strict=False))
+    return whole.reshape(-1) if there else None

@@ -131,11 +131,13 @@ class Transport(ABC):
     """Both ends of a way to move segments. One object may publish and fetch; all methods are thread-safe.
 
     staging: with ``host`` bodies of segments lie on the host, with ``device`` on the GPU that encoded them.
+    hashes_on_device: :meth:`piece_hashes` works where bodies lie, so that a GPU hashes those that go to the host, too.
     persistent: objects outlive the publisher.
     """
 
     Config: ClassVar[type[ComponentConfig]] = ComponentConfig
     staging: ClassVar[Literal["host", "device"]] = "host"
+    hashes_on_device: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     config: ComponentConfig
 
@@ -177,7 +179,7 @@ class Transport(ABC):
 
     def piece_hashes(self, bodies: Sequence[Tensor]) -> Sequence[bytes]:
         """Of bodies on a device, for their digests: see :func:`kvserve_core.bodies.piece_hashes`. These are complete on
-        return. A transport between GPUs hashes them there; here they are copied to the host."""
+        return. Here they are copied to the host; where ``hashes_on_device``, they are hashed where they lie."""
         return [piece_hashes(host_bytes(body)) for body in bodies]
 
     def withdraw(self, key: str, reason: str) -> None:

@@ -120,7 +120,7 @@ class Adversary:
         self.transport.close()
 
 
-def until(poll: Callable[[], Sequence[object]], kind: type, seconds: float = 60.0) -> None:
+def until(poll: Callable[[], Sequence[object]], kind: type, seconds: float = 60.0, pause: float = 2e-5) -> None:
     """Wait for an event of a kind, and return at once; the sessions' threads need the interpreter in the meantime."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -129,5 +129,5 @@ def until(poll: Callable[[], Sequence[object]], kind: type, seconds: float = 60.
                 return
             if type(event).__name__ in ("Failed", "LoadFailed"):
                 raise AssertionError(event)
-        time.sleep(2e-5)
+        time.sleep(pause)
     raise AssertionError(f"no {kind.__name__} within {seconds} s")

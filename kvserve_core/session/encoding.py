@@ -21,6 +21,7 @@ from kvserve_core.pipeline import Pipeline
 from kvserve_core.plan import RAW_CHAIN_ID, Planned
 from kvserve_core.session.events import Event, Gather, gather_region
 from kvserve_core.session.lanes import Lane
+from kvserve_core.session.sealing import brought
 from kvserve_core.session.source import Source
 from kvserve_core.spec import Region
 from kvserve_core.tensor import TORCH
@@ -74,12 +75,15 @@ class Encoding:
         """Make a batch available, without waiting for what is queued behind it; the time."""
         with self._lane.beside(batch.mark):
             sealed = source.seal(self._segments(source.pipeline, batch), self._transport.piece_hashes)
+            if self._transport.staging == "host":
+                sealed = brought(sealed)
         now = time.perf_counter()
         source.add(sealed, now - started)
         return now
 
     def _segments(self, pipeline: Pipeline, batch: _Batch) -> list[Segment]:
-        on_device = self._transport.staging == "device" and pipeline.device.type != "cpu"
+        there = self._transport.staging == "device" or self._transport.hashes_on_device
+        on_device = there and pipeline.device.type != "cpu"
         try:
             segments = batch.launched.finish(on_device)
         except (KVServeError, RuntimeError, ValueError) as error:

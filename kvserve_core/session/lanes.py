@@ -1,6 +1,6 @@
 """Where a session works on a GPU: on streams of its own beside the engine's, of low priority or on few multiprocessors.
 
-On a CPU everything here does nothing. docs/performance.md says what was run and what was not.
+On a CPU everything here does nothing. docs/performance.md has what a budget costs and gains.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 class Lane:
     """A stream for a session's kernels. ``sms``: multiprocessors that they may use, 0 for all.
 
-    Its priority is the lowest: programs of an engine's stream of a higher one come first. That is also the priority
-    of a default stream, though. A budget (a green context) is to hold against any; it was not tried with sessions yet.
+    Its priority is the lowest, which is also that of a default stream: programs of a stream of a higher one come first,
+    but none that runs is taken off. A budget (a green context) holds against any.
     """
 
     def __init__(self, device: torch.device, sms: int = 0) -> None:

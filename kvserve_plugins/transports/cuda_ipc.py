@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
-from torch import Tensor
 
 from kvserve_core.transport import Delivery, Selection
 from kvserve_core.units import Size
@@ -66,12 +64,6 @@ class CudaIpc(Tcp):
         at = parse(address, self.scheme)
         link, window = self._links.take(at), self.config.window
         return LentDelivery(link, key, want, deadline, window, lambda got: self._links.give(at, got), self.memory)
-
-    def piece_hashes(self, bodies: Sequence[Tensor]) -> Sequence[bytes]:
-        """On the GPU, all in one launch."""
-        from kvserve_plugins.kernels.digest import piece_hashes
-
-        return piece_hashes(bodies)
 
     def close(self) -> None:
         """As :meth:`Tcp.close`; closes other producers' memory too."""

@@ -18,6 +18,7 @@ from kvserve_core.transport import Delivery, SegmentSource, Selection, Store
 from kvserve_core.units import Bandwidth, Size, format_bytes
 from kvserve_core.wire import Sealed
 from kvserve_plugins.transports._folder import Folder
+from kvserve_plugins.transports._hashing import HashesOnDevice
 from kvserve_plugins.transports._leases import checked_lease
 from kvserve_plugins.transports._pacing import Pacer
 from kvserve_plugins.transports._serving import LocalDelivery, select, timed_out
@@ -25,7 +26,7 @@ from kvserve_plugins.transports._serving import LocalDelivery, select, timed_out
 SCHEME = "file://"
 
 
-class File(Store):
+class File(HashesOnDevice, Store):
     """A folder as a store: atomic publish, bounded size, LRU eviction.
 
     Address: ``file:///absolute/folder``. ``publish`` blocks until the source gave every segment (each within

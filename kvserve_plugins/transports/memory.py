@@ -12,8 +12,9 @@ from pydantic import Field
 from kvserve_core.component import ComponentConfig
 from kvserve_core.errors import KVServeError, PeerLost, TransferTimeout, TransportError
 from kvserve_core.policy import Outcome
-from kvserve_core.transport import Delivery, Released, SegmentSource, Selection, Transport
+from kvserve_core.transport import Delivery, Released, SegmentSource, Selection
 from kvserve_core.wire import Sealed
+from kvserve_plugins.transports._hashing import HashesOnDevice
 from kvserve_plugins.transports._leases import Leases, Offer
 from kvserve_plugins.transports._serving import (
     LocalDelivery,
@@ -29,7 +30,7 @@ _publishers: dict[str, Memory] = {}
 _lock = threading.Lock()
 
 
-class Memory(Transport):
+class Memory(HashesOnDevice):
     """Inside one process: for tests and for engines that share it.
 
     Address: ``memory://<name>``. A publisher claims its name with the first publish and frees it with ``close``.

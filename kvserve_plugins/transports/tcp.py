@@ -13,10 +13,11 @@ from pydantic import Field, model_validator
 from kvserve_core.component import ComponentConfig
 from kvserve_core.errors import FrameError, KVServeError, TransferCancelled
 from kvserve_core.policy import Outcome
-from kvserve_core.transport import Delivery, Released, SegmentSource, Selection, Transport
+from kvserve_core.transport import Delivery, Released, SegmentSource, Selection
 from kvserve_core.units import Bandwidth, Duration, Size
 from kvserve_plugins.transports import _tcp_messages as msg
 from kvserve_plugins.transports._carrier import Carrier, InBand
+from kvserve_plugins.transports._hashing import HashesOnDevice
 from kvserve_plugins.transports._leases import Leases, checked_lease
 from kvserve_plugins.transports._pacing import Pacer
 from kvserve_plugins.transports._serving import checked_key
@@ -30,7 +31,7 @@ from kvserve_plugins.transports._tcp_server import Server
 __all__ = ["Tcp", "create_keys"]
 
 
-class Tcp(Transport):
+class Tcp(HashesOnDevice):
     """Pull over TCP with ZeroMQ: leases, flow control, CURVE keys, bandwidth limit.
 
     Address: ``tcp://host:port``; loopback carries the id of its machine, so that a consumer elsewhere gets an error

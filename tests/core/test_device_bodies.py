@@ -14,9 +14,9 @@ from kvserve_core.errors import FrameError, IntegrityError
 from kvserve_core.payload import Unpacked, bodies_on_device, body_bytes, pack
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import RAW_PIPELINE
-from kvserve_core.session.sealing import seal_all
+from kvserve_core.session.sealing import brought, seal_all
 from kvserve_core.spec import DType, KVSpec, LayerGroup, PlanePart, PlaneSpec, Region, whole
-from kvserve_core.tensor import Part
+from kvserve_core.tensor import Part, _in_place
 from kvserve_core.wire import Codebook, Sealed
 
 PLANES = tuple(PlaneSpec(name, 2, (PlanePart(name, 64),), DType.BF16) for name in ("k", "v"))
@@ -102,3 +102,38 @@ def test_a_sealed_body_that_is_shorter_than_it_says_is_refused() -> None:
     cut = Sealed(sealed.index, sealed.head, sealed.body[:64], hashed([sealed.body[:64]])[0])
     with pytest.raises(FrameError, match="lengths"):
         book.unseal(cut)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_bodies_hashed_on_the_device_come_to_the_host_unchanged(name: str) -> None:
+    pipeline, header, data = made(name)
+    book = Codebook(header)
+    sealed = brought(seal_all(book, pipeline.encode(data, on_device=True), hashed))
+    assert all(isinstance(s.body, memoryview) for s in sealed)
+    assert [(bytes(s.head), bytes(s.body)) for s in sealed] == [
+        (bytes(s.head), bytes(s.body)) for s in map(book.seal, pipeline.encode(data))
+    ]
+
+
+def test_slices_that_are_a_whole_buffer_are_taken_as_it() -> None:
+    room = torch.arange(256, dtype=torch.uint8)
+    whole_room = _in_place([room[:64], room[64:256]], [0, 64, 256])
+    assert whole_room is not None
+    assert (whole_room.data_ptr(), whole_room.numel()) == (room.data_ptr(), 256)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "starts"),
+    [
+        ([(0, 64), (128, 256)], [0, 64, 192]),  # a gap
+        ([(64, 256), (0, 64)], [0, 192, 256]),  # another order
+        ([(0, 64), (64, 128)], [0, 64, 128]),  # not all of it
+    ],
+)
+def test_other_slices_are_not(cuts: list[tuple[int, int]], starts: list[int]) -> None:
+    room = torch.arange(256, dtype=torch.uint8)
+    assert _in_place([room[a:b] for a, b in cuts], starts) is None
+
+
+def test_tensors_of_their_own_are_no_buffer() -> None:
+    assert _in_place([torch.zeros(64, dtype=torch.uint8)], [0, 64]) is None

@@ -50,6 +50,7 @@ def test_overwriting_before_freed_shows(adversary: Adversary) -> None:
 
 def test_waiting_for_a_lane_waits_for_nothing_else() -> None:
     lane, other = Lane(CUDA), torch.cuda.Stream()
+    torch.ones(1000, device=CUDA).sum().item()  # kernels are loaded when first used, which waits for the device
     with torch.cuda.stream(other):
         torch.cuda._sleep(400_000_000)
         busy = other.record_event()
