@@ -70,7 +70,7 @@ def api_chain(tokens: int) -> dict[str, Any]:
         out = []
         for layer in x:
             y = rotate(layer)
-            made = [(*quantized(y[mask], levels), mask) for mask, levels in ((high, 10), (~high, 4))]
+            made = [(*quantized(y[mask], levels), mask) for mask, levels in ((high, 8), (~high, 4))]
             blobs = codec.encode(nvcomp.as_arrays([codes.reshape(-1) for codes, *_ in made]))
             out.append((blobs, list(blobs.buffer_sizes), made))
         return out

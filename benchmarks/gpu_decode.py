@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_cases import STAGED, Batch, device_gbs, exact_blobs, like, size_of, split
+from gpu_cases import STAGED, Batch, device_gbs, exact_blobs, gbs, host_ms, like, size_of, split
 
 from kvserve_core.pipeline import Pipeline
 from kvserve_plugins.kernels.fused_launch import Pages
@@ -40,6 +40,19 @@ def _decode_step(made: Pipeline, batch: Batch) -> Callable[[], object]:
         return staged.decode(given)
 
     return step
+
+
+def walls(made: Pipeline, batch: Batch, ratio: float) -> dict[str, float]:
+    """From an idle device to an idle device, with the host's share; and what that makes of s_p and B*."""
+    parts = split(batch, STAGED)
+    encode = gbs(size_of(batch), host_ms(lambda: [made.launch(p) for p in parts], 5))
+    steps = [_decode_step(made, p) for p in parts]
+    decode = gbs(size_of(batch), host_ms(lambda: [step() for step in steps], 5))
+    s_p = 1 / (1 / encode + 1 / decode)
+    return {
+        "wall_encode_gbs": encode, "wall_decode_gbs": decode, "wall_s_p_gbs": round(s_p, 1),
+        "wall_break_even_gbps": round(8 * (1 - 1 / ratio) * s_p, 1),
+    }  # fmt: skip
 
 
 class Staged:

@@ -152,6 +152,8 @@ def main() -> None:
     with progress_bar() as bar:
         given = Given(model_folder(options.model, bar), options.calibrated, options.library)
     rows, left_out, cpu_s = table(given, workloads(options.samples), options.workers)
+    if not rows:
+        raise SystemExit(f"no workload could be judged: {left_out}")
     profiles = [name for name in given.profiles() if name in rows]
     shown = chosen(rows, profiles, options.floor)
     if not options.json:

@@ -31,7 +31,8 @@ SETTINGS = """## Settings
 setting wins, and `kvserve doctor` prints where each value came from. The file is named by `KVSERVE_CONFIG` or
 `--config`; a relative `library` in it is relative to the file. Two underscores in a variable go one level down, as in
 `KVSERVE_TRANSPORT__TCP__BIND=10.0.0.5`; a value that begins with `{` or `[` is JSON. Sizes, durations and rates take
-units: `56MiB`, `200ms`, `25Gbps` (bits), `300GB/s` (bytes).
+units: `56MiB`, `200ms`, `25Gbps` (bits), `300GB/s` (bytes). A rate without its unit is refused, as is a duration in
+text; a size without one is bytes.
 
 A table `[transport.NAME]` holds the configuration of that transport; `kvserve show NAME` lists its fields.
 

@@ -32,7 +32,10 @@ STALE_HALF_LIFE_S = 600.0
 
 
 class BandwidthEstimator:
-    """Estimates of B in bytes/s for a bounded number of links. Thread-safe; ``estimate`` takes no lock."""
+    """Estimates of B in bytes/s for a bounded number of links. Thread-safe; ``estimate`` takes no lock.
+
+    lock: for the others, where they are to share somebody else's.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class BandwidthEstimator:
         priors: Mapping[str, float] | None = None,
         stale_s: float = STALE_S,
         clock: Callable[[], float] = time.monotonic,
+        lock: threading.Lock | None = None,
     ) -> None:
         for each in (prior, *(priors or {}).values()):
             if not isinstance(each, (int, float)) or not 0 < each < float("inf"):
@@ -51,7 +55,7 @@ class BandwidthEstimator:
         self._clock = clock
         self._links: OrderedDict[str, Goodput] = OrderedDict()
         self._probed: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = lock or threading.Lock()
 
     def prior_of(self, link: str) -> float:
         """Bytes/s that are configured for a link."""
@@ -67,7 +71,7 @@ class BandwidthEstimator:
         known = self._links.get(link)
         if known is None:
             return self.prior_of(link) / (1.0 + (active or 0.0))
-        rate = known.rate()
+        rate = known.rate
         if active is not None:
             rate *= sharing(known.sums) / (1.0 + active)
             if active:
@@ -114,20 +118,22 @@ class BandwidthEstimator:
 
         Latency-bound and impossible ones are ignored, and links with names beyond :data:`MAX_NAME`.
         """
-        if not (MIN_BYTES <= nbytes <= MAX_BYTES and 0 < seconds <= MAX_SECONDS) or len(link) > MAX_NAME:
-            return
-        nbytes, least_s = float(nbytes), nbytes / FASTEST
-        if seconds < least_s:
-            seconds = least_s
         with self._lock:
-            if now is None:
-                now = self._clock()
-            known = self._links.get(link)
-            if known is None:
-                known = self._new(link, nbytes, now)
-            else:
-                self._links.move_to_end(link)
-            known.add(nbytes, seconds, now, HALF_LIFE_S)
+            self.add(link, nbytes, seconds, self._clock() if now is None else now)
+
+    def add(self, link: str, nbytes: float, seconds: float, now: float) -> None:
+        """As ``observe``, for who holds the lock."""
+        if not (MIN_BYTES <= nbytes <= MAX_BYTES and 0.0 < seconds <= MAX_SECONDS):
+            return
+        nbytes, least_s = nbytes * 1.0, nbytes / FASTEST  # floats, for the squares of bytes are large
+        known = self._links.get(link)
+        if known is None:
+            if len(link) > MAX_NAME:
+                return
+            known = self._new(link, nbytes, now)
+        else:
+            self._links.move_to_end(link)
+        known.add(nbytes, seconds if seconds > least_s else least_s, now, HALF_LIFE_S)
 
     def _new(self, link: str, nbytes: float, now: float) -> Goodput:
         known = self._links[link] = Goodput(now, self.prior_of(link), nbytes)

@@ -96,6 +96,7 @@ class ChainSet:
         self._bound: dict[tuple[int, int, str, tuple[int, ...], tuple[int, ...]], Bound] = {}
         self._codecs: dict[int, Codec] = {}
         self._fusions = [self._fuse(i) for i in range(len(self._chains))]
+        self._given_up: set[int] = set()
 
     def _fuse(self, i: int) -> Fusion | None:
         """The peephole: a kernel for the whole chain, if its quantizer knows one. Optional, so it may not hurt."""
@@ -195,6 +196,16 @@ class ChainSet:
         if key not in self._bound:
             self._bound[key] = self._bind(i, Region(*key[1:], 0, SEGMENT_TOKENS))
         return self._bound[key]
+
+    def fusion(self, i: int, at: Region) -> Fusion | None:
+        """The kernels for all of chain ``i`` at a place, if there are any and they work here."""
+        return None if i in self._given_up else self.bound(i, at).fusion
+
+    def without_fusion(self, i: int, error: Exception) -> None:
+        """Its kernels failed: the stages can do what they cannot, from now on unless it was for want of memory."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            self._given_up.add(i)
+        log.warning("%s runs stage by stage, a kernel failed: %s: %s", self._paths[i], type(error).__name__, error)
 
     def _bind(self, i: int, at: Region) -> Bound:
         transforms, quantizer, codec = self._stages[i]

@@ -9,6 +9,13 @@ from kvserve_core.model_time import MAX_TOKENS
 from kvserve_core.policy import ServiceContext
 from kvserve_core.pricing import shown
 
+Key = tuple[str, float | None, frozenset[str] | None, str]
+
+
+def menu_key(context: ServiceContext) -> Key:
+    """What a menu depends on."""
+    return context.workload, context.min_quality, context.acceptable, context.intent
+
 
 def check(context: ServiceContext) -> None:
     """Refuse a request that no decision can be made for.

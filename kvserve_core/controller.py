@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from kvserve_core.bandwidth import MIN_BYTES, BandwidthEstimator
-from kvserve_core.contexts import check, usual
+from kvserve_core.contexts import Key, check, menu_key, usual
 from kvserve_core.costs import Costs
 from kvserve_core.errors import TransferTimeout, UnknownNameError, did_you_mean
 from kvserve_core.feasible import Filter, Request, check_chunk, check_quality, check_request, known_profiles
@@ -19,15 +19,16 @@ from kvserve_core.menu import Item, Menu, price
 from kvserve_core.model_time import LoadDecision, ModelTime, cannot_load, weigh
 from kvserve_core.overlap import Form
 from kvserve_core.policy import RAW, Candidate, Choice, Decision, Outcome, Policy, ServiceContext
-from kvserve_core.pricing import Priced, plain, refusal, spent
+from kvserve_core.pricing import Priced, plain, refusal
 
 PRIOR_BANDWIDTH = 1.25e9
 """10 Gbps, in bytes/s."""
 MAX_MENUS = 256
 """Kinds of request that are remembered: workloads x quality floors x peers."""
+MAX_NOTES = 32
+"""Workloads of which it is said once that they were not measured; clients may name any number."""
 TIMED_OUT = TransferTimeout.__name__
 """What the reason of a fetch begins with that was not there by its deadline."""
-Key = tuple[str, float | None, frozenset[str] | None, str]
 _log = logging.getLogger(__name__)
 
 
@@ -35,8 +36,7 @@ class Controller:
     """One per scheduler. ``choose`` and ``observe`` are thread-safe and cost microseconds.
 
     ``choose`` takes a lock for a kind of request that it has not seen, to count a failure of the policy and, where it
-    is free, to let what was learned fade; what the policy locks is its own matter. ``observe`` takes the controller's
-    and that of the links, each for a moment.
+    is free, to let what was learned fade; what the policy locks is its own matter. ``observe`` takes it for a moment.
 
     Nothing that a policy or a peer does gets out of them: a policy that fails gives way to ``raw`` and is counted in
     ``policy_failures``; a report that cannot be true is dropped and counted in ``refused_outcomes``.
@@ -76,7 +76,8 @@ class Controller:
         self.min_quality = min_quality
         self.policy_failures = 0
         self.refused_outcomes = 0
-        self.links = BandwidthEstimator(prior_bandwidth, priors=priors, clock=clock)
+        self._lock = threading.Lock()
+        self.links = BandwidthEstimator(prior_bandwidth, priors=priors, clock=clock, lock=self._lock)
         self.model = ModelTime()
         self.form = Form(check_chunk(chunk_bytes))
         self._forms = {"transfer": self.form, "store": replace(self.form, stored=True)}
@@ -88,7 +89,7 @@ class Controller:
         self._clock = clock
         self._costs = Costs(self._priced.values())
         self._said: set[str] = set()
-        self._lock = threading.Lock()
+        self._noted: set[str] = set()
         policy.library = library.digest if library else ""
         policy.start(clock)
 
@@ -105,25 +106,31 @@ class Controller:
                 field.
         """
         context, menu, bandwidth, candidates = self._offer(context)
-        chosen, reason = self._ask(context, candidates)
-        slo_s = context.slo_s
-        if slo_s is not None and chosen.latency_s > slo_s:
-            reason = _late(reason, candidates[0].latency_s > slo_s)
+        try:
+            choice = self.policy.choose(context, candidates)
+            if not isinstance(choice, Choice) or not isinstance(choice.reason, str) or choice.index < 0:
+                raise ValueError(f"{choice!r:.80} is not a Choice with an index from 0 and a reason")
+            chosen, reason = candidates[choice.index], choice.reason
+        except Exception as error:  # noqa: BLE001  # a plugin's failure must not end the engine's loop
+            chosen = next(c for c in candidates if c.profile == RAW)
+            reason = f"policy failed: {self._failed('choose', error)}"
+        if context.slo_s is not None and chosen.latency_s > context.slo_s:
+            reason = _late(reason, candidates[0].latency_s > context.slo_s)
         return Decision(chosen.profile, reason, context, bandwidth, candidates, menu.rejected, menu.explain)
 
     def _offer(self, context: ServiceContext) -> tuple[ServiceContext, Menu, float, tuple[Candidate, ...]]:
         """The request as it is reckoned with, what may serve it, the bandwidth, and the candidates."""
         if not usual(context):
             check(context)
-        if context.tokens is not None or context.elapsed_s or context.output_tokens:
-            context = self.model.reckon(context)
-        if (now := self._clock()) >= self._costs.fade_s:
+        nbytes, bandwidth, now = context.nbytes, context.bandwidth, self._clock()
+        if now >= self._costs.fade_s:
             self._fade(now)
-        key = menu_key(context)
-        menu = self._menus.get(key) or self._menu(key)
-        nbytes, bandwidth = context.nbytes, context.bandwidth
         if bandwidth is None:
             bandwidth = self.links.estimate(context.link, context.active, now)
+        key = context.workload, context.min_quality, context.acceptable, context.intent  # as ``menu_key``
+        menu = self._menus.get(key) or self._menu(key)
+        if context.tokens is not None or context.elapsed_s or context.output_tokens:
+            context = self.model.reckon(context)
         items = menu.near(nbytes if nbytes > 0 else 1, bandwidth, now)
         return context, menu, bandwidth, price(items, nbytes, bandwidth, context.model_s, menu.form)
 
@@ -139,16 +146,7 @@ class Controller:
             self._say_once(f"report {reason.split()[0]}", f"dropped a report on {outcome.transfer_id!r:.80}: {reason}")
             return
         if outcome.ok:
-            now, context, link = self._clock(), decision.context, outcome.link
-            self.links.observe(link, outcome.wire_bytes, outcome.transfer_s, now)
-            if context.link != link and context.intent != "store":  # a store's is the one it will be read over
-                self.links.observe(context.link, outcome.wire_bytes, outcome.transfer_s, now)
-            if (priced := self._priced.get(outcome.profile)) is not None:
-                with self._lock:
-                    priced.observe(outcome, context.nbytes, now)
-                    self._costs.learned(priced, now)
-                if self._teaches:
-                    outcome = self._judged(priced, context, outcome, now)
+            outcome = self._learn(decision.context, outcome)
         else:
             self._failed_fetch(outcome)
         if not self._teaches:
@@ -158,11 +156,22 @@ class Controller:
         except Exception as error:  # noqa: BLE001  # a plugin's failure must not end the engine's loop
             self._failed("observe", error)
 
-    def _judged(self, priced: Priced, context: ServiceContext, outcome: Outcome, now: float) -> Outcome:
-        """With what the report did not teach: that is left for the policy, and nothing is learned twice."""
-        bandwidth = context.bandwidth or self.links.estimate(outcome.link, context.active, now)
-        form = self._forms.get(context.intent, self.form)
-        return outcome.judged(spent(outcome, form), priced.expected(outcome, context.nbytes, bandwidth, form))
+    def _learn(self, context: ServiceContext, outcome: Outcome) -> Outcome:
+        """From a whole transfer; the report, with what it did not teach: that is left for the policy."""
+        now, link, nbytes = self._clock(), outcome.link, context.nbytes
+        priced = self._priced.get(outcome.profile)
+        with self._lock:
+            self.links.add(link, outcome.wire_bytes, outcome.transfer_s, now)
+            if context.link != link and context.intent != "store":  # a store's is the one it will be read over
+                self.links.add(context.link, outcome.wire_bytes, outcome.transfer_s, now)
+            if priced is not None:
+                priced.observe(outcome, nbytes, now)
+                self._costs.learned(priced, now)
+        if priced is None or not self._teaches:
+            return outcome
+        followed = priced.follows(outcome, nbytes)
+        bandwidth = None if followed else context.bandwidth or self.links.estimate(link, context.active, now)
+        return priced.judged(outcome, nbytes, bandwidth, self._forms.get(context.intent, self.form))
 
     def _failed_fetch(self, outcome: Outcome) -> None:
         """One that timed out took at least so long for what came (or the least that tells): no link is faster."""
@@ -174,6 +183,10 @@ class Controller:
     def feasible(self, context: ServiceContext) -> tuple[Priced, ...]:
         """The profiles that may serve a request, raw first, at what they cost now."""
         return tuple(priced for priced, _ in self._menu(menu_key(context)).items)
+
+    def note(self, context: ServiceContext) -> str | None:
+        """What there is to say of a request besides the decision: whose records stood in for its workload's."""
+        return self._filter.stands_in(context.workload)
 
     def estimate(self, priced: Priced, decision: Decision, bandwidth: float | None = None) -> Candidate:
         """Eq. 1 of a feasible profile for the request of ``decision``, near the envelope or not; for explanations."""
@@ -227,17 +240,6 @@ class Controller:
             with self._lock:
                 self.refused_outcomes += 1
 
-    def _ask(self, context: ServiceContext, candidates: tuple[Candidate, ...]) -> tuple[Candidate, str]:
-        """What the policy picks, else raw."""
-        try:
-            choice = self.policy.choose(context, candidates)
-            if not isinstance(choice, Choice) or not isinstance(choice.reason, str) or choice.index < 0:
-                raise ValueError(f"{choice!r:.80} is not a Choice with an index from 0 and a reason")
-            return candidates[choice.index], choice.reason
-        except Exception as error:  # noqa: BLE001  # a plugin's failure must not end the engine's loop
-            raw = next(c for c in candidates if c.profile == RAW)
-            return raw, f"policy failed: {self._failed('choose', error)}"
-
     def _failed(self, method: str, error: Exception) -> str:
         with self._lock:
             self.policy_failures += 1
@@ -272,9 +274,12 @@ class Controller:
         for name, priced in self._priced.items():
             reason = self._filter.refusal(priced.profile, request)
             rejected += [(name, reason)] if reason else []
-            quality = self._filter.quality(priced.profile, request.workload) or 0.0
-            items.append(None if reason else (priced, quality))
-        menu = Menu(self._costs, items, rejected, (RAW, *self.policy.wants), self._forms[request.intent])
+            items.append(None if reason else (priced, self._filter.quality(priced.profile, request.workload) or 0.0))
+        note = self._filter.stands_in(request.workload)
+        if note and len(self._noted) < MAX_NOTES:
+            self._noted.add(request.workload)
+            self._say_once(f"workload {request.workload}", note)
+        menu = Menu(self._costs, items, rejected, (RAW, *self.policy.wants), self._forms[request.intent], note)
         with self._lock:
             while len(self._menus) >= MAX_MENUS:
                 del self._menus[next(iter(self._menus))]
@@ -284,11 +289,6 @@ class Controller:
         for name in names:
             if name not in self._priced:
                 raise UnknownNameError(did_you_mean(name, self._priced, "profile"), path)
-
-
-def menu_key(context: ServiceContext) -> Key:
-    """What a menu depends on."""
-    return context.workload, context.min_quality, context.acceptable, context.intent
 
 
 def _late(reason: str, all_late: bool) -> str:

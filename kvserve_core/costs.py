@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from math import inf
+from struct import Struct
 
 import numpy as np
 
@@ -15,33 +15,39 @@ REFRESH_S = 2.0
 """How often the learned costs of a profile are brought up to date with how far they have faded: one at a time,"""
 OVERDUE_S = 10.0
 """or all that have waited for so much longer."""
-ROWS = 5
+_FIVE = Struct("5d")
+"""One profile's figures: wire, encoding fixed and per byte, decoding fixed and per byte."""
 
 
 class Costs:
-    """``live`` is ``[5, P]``, columns as in :data:`pricing.Terms`; it is replaced whole, so no reader sees half of it.
+    """``live`` is ``[5, P]``, rows as in :data:`_FIVE`, written in place.
 
-    fade_s: when ``fade`` is due, at the earliest. Whoever writes holds the controller's lock.
+    Whoever writes holds the controller's lock; readers hold none, and may meet a profile of which some figures are new
+    and some are not yet. That decides whom they offer; what they offer is priced by ``Priced.terms``, which are whole.
+
+    fade_s: when ``fade`` is due, at the earliest.
     """
 
-    __slots__ = ("_fading", "_next", "_places", "_view", "fade_s", "live")
+    __slots__ = ("_fading", "_figures", "_offsets", "fade_s", "live")
 
     def __init__(self, every: Iterable[Priced]) -> None:
         found = list(every)
-        width = len(found)
-        self._places = {priced.name: tuple(range(i, ROWS * width, width)) for i, priced in enumerate(found)}
-        self._next = array("d", bytes(8 * ROWS * width))  # items of an array are set faster than those of numpy
-        self._view: Floats = np.frombuffer(self._next).reshape(ROWS, width)
+        self._offsets = {priced.name: i * _FIVE.size for i, priced in enumerate(found)}
+        self._figures = bytearray(_FIVE.size * len(found))
+        self.live: Floats = np.frombuffer(self._figures).reshape(len(found), -1).T
         self._fading: dict[Priced, float] = {}
         for priced in found:
             self._write(priced)
-        self.live: Floats = self._view.copy()
         self.fade_s = inf
 
     def learned(self, priced: Priced, now: float) -> None:
-        """Take over what this profile costs after a report."""
-        self._renew(priced, now)
-        self.live = self._view.copy()
+        """Take over what this profile costs after a report; and it goes to the end of those that fade."""
+        self._write(priced)
+        due_s, fading = now + REFRESH_S, self._fading
+        fading.pop(priced, None)
+        fading[priced] = due_s
+        if due_s < self.fade_s:
+            self.fade_s = due_s
 
     def fade(self, now: float) -> None:
         """Let what was learned of the profile that has waited longest fade: one, so that no decision takes long."""
@@ -55,28 +61,10 @@ class Costs:
             priced.refresh(now)
             due.append(priced)
         for priced in due:
-            self._renew(priced, now)
-        self.live = self._view.copy()
+            self.learned(priced, now)
         self.fade_s = next(iter(self._fading.values()))
 
-    def _renew(self, priced: Priced, now: float) -> None:
-        """Its column; and it goes to the end of those that fade."""
-        self._write(priced)
-        due_s, fading = now + REFRESH_S, self._fading
-        fading.pop(priced, None)
-        fading[priced] = due_s
-        if due_s < self.fade_s:
-            self.fade_s = due_s
-
     def _write(self, priced: Priced) -> None:
-        every = self._next
-        wire, encode_fixed, encode_each, decode_fixed, decode_each = self._places[priced.name]
-        (
-            _,
-            _,
-            every[wire],
-            every[encode_fixed],
-            every[encode_each],
-            every[decode_fixed],
-            every[decode_each],
-        ) = priced.terms
+        _, _, wire, encode_fixed, encode_each, decode_fixed, decode_each = priced.terms
+        at = self._offsets[priced.name]
+        _FIVE.pack_into(self._figures, at, wire, encode_fixed, encode_each, decode_fixed, decode_each)

@@ -78,7 +78,7 @@ class Decoder:
         """Segments that a kernel for their whole chain can decode."""
         found = {}
         for i, (segment, u) in enumerate(zip(batch, unpacked, strict=True)):
-            fusion = self._chains.bound(segment.chain, u.at).fusion
+            fusion = self._chains.fusion(segment.chain, u.at)
             if fusion is not None and fusion.reads(u.stages, u.parts, u.at):
                 found[i] = fusion
         return found
@@ -102,8 +102,11 @@ class Decoder:
                 u = unpacked[i]
                 data = u.blobs if fusion.with_codec else [codes[i, j] for j in range(len(u.parts))]
                 given.append((u.at, u.stages, data))
-            tensors, ok = fusion.decode(given)
-            done.update((i, x) for i, x, good in zip(members, tensors, ok.tolist(), strict=True) if good)
+            try:
+                tensors, ok = fusion.decode(given)
+                done.update((i, x) for i, x, good in zip(members, tensors, ok.tolist(), strict=True) if good)
+            except Exception as error:  # noqa: BLE001  # as in the pipeline: the stages can do what a kernel cannot
+                self._chains.without_fusion(batch[members[0]].chain, error)
             if fusion.with_codec and (left := [i for i in members if i not in done]):
                 plain = self._plain([batch[i] for i in left], [unpacked[i] for i in left])
                 done.update(zip(left, plain, strict=True))

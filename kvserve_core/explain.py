@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvserve_core.latency import threshold
-from kvserve_core.overlap import Form
+from kvserve_core.overlap import SEQUENTIAL, Form
 from kvserve_core.policy import Candidate, Decision
 from kvserve_core.pricing import Priced
 from kvserve_core.units import format_bandwidth, format_bytes, format_duration
@@ -14,16 +14,18 @@ from kvserve_core.units import format_bandwidth, format_bytes, format_duration
 class Explainer:
     """Renders a decision lazily, with raw first in ``feasible``. A pickled one explains what the decision holds."""
 
-    __slots__ = ("_feasible", "_form")
+    __slots__ = ("_feasible", "_form", "note")
 
-    def __init__(self, feasible: Sequence[Priced] = (), form: Form = Form()) -> None:  # noqa: B008  # it is frozen
+    def __init__(self, feasible: Sequence[Priced] = (), form: Form = SEQUENTIAL, note: str | None = None) -> None:
         self._feasible = feasible
         self._form = form
+        self.note = note
 
     def __call__(self, decision: Decision) -> str:
         """One line for the decision, and one for each profile."""
         refused = (f"- {name}: {reason}" for name, reason in decision.rejected)
-        return "\n".join([*_offered(decision), *_left_out(decision, self._feasible, self._form), *refused])
+        said = [f"- {self.note}"] if self.note else []
+        return "\n".join([*_offered(decision), *_left_out(decision, self._feasible, self._form), *refused, *said])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Explainer)  # how a decision is rendered is no part of what was decided

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvserve_core.bandwidth import MAX_BYTES, MAX_NAME, MAX_SECONDS
 from kvserve_core.errors import ConfigError, did_you_mean
-from kvserve_core.library import LOSSLESS_PROFILE, RAW_PROFILE, Profile, ProfileLibrary
+from kvserve_core.library import DEFAULT_WORKLOAD, LOSSLESS_PROFILE, RAW_PROFILE, Profile, ProfileLibrary
 from kvserve_core.policy import LOSSLESS, RAW, ServiceContext
 from kvserve_core.pricing import shown
 
@@ -156,6 +156,19 @@ class Filter:
             return 1.0
         record = profile.quality_for(workload) if self._same_model() else None
         return min(record.lower, BELOW_EXACT) if record else None
+
+    def stands_in(self, workload: str) -> str | None:
+        """Where profiles that were not measured on a workload are judged by the default records: a word on that."""
+        judged = [p for p in self.library.profiles if not p.exact] if self.library and self._same_model() else []
+        unmeasured = [p for p in judged if workload not in p.quality and DEFAULT_WORKLOAD in p.quality]
+        if workload == DEFAULT_WORKLOAD or not unmeasured:
+            return None
+        measured = ", ".join(map(repr, sorted({name for p in judged for name in p.quality})[:SHOWN]))
+        some = f"of {len(unmeasured)} of {len(judged)} profiles " if len(unmeasured) < len(judged) else ""
+        return (
+            f"workload {workload!r} was not measured {some}and is judged by the records of {DEFAULT_WORKLOAD!r}"
+            f" (measured: {measured}); profile it, or check its name"
+        )
 
     def refusal(self, profile: Profile, request: Request) -> str | None:
         """Why a profile may not serve a request, or None. Raw always may: every peer reads it."""

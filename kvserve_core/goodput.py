@@ -43,13 +43,13 @@ seconds in which at least one fetch was on the link."""
 class Goodput:
     """What is known of a link at ``time_s``. Changed in place: whoever adds holds the lock of the estimator.
 
-    Readers hold none: ``sums`` is replaced as a whole.
+    Readers hold none: ``sums`` and ``rate``, the estimate of B in bytes/s, are replaced as a whole.
 
     until_s: the end of the latest fetch. run: how many fetches in a row were off, below 0 when they were fast.
     surprise, last: the latest fetch (bytes, seconds), where it was far from what was expected: "slow" or "fast".
     """
 
-    __slots__ = ("_rated", "last", "run", "sums", "surprise", "time_s", "until_s")
+    __slots__ = ("_overhead_s", "last", "rate", "run", "sums", "surprise", "time_s", "until_s")
 
     def __init__(self, now: float, prior: float, nbytes: float) -> None:
         """The prior (bytes/s) counts as a small part of a fetch of ``nbytes``."""
@@ -59,15 +59,7 @@ class Goodput:
         self.run = 0
         self.surprise = ""
         self.last = (0.0, 0.0)
-        self._rated: tuple[Sums, float] = (NOTHING, prior)
-
-    def rate(self) -> float:
-        """The estimate of B in bytes/s; worked out once for what is known, and only if somebody asks."""
-        sums, (of, rate) = self.sums, self._rated
-        if of is not sums:
-            rate = bytes_per_s(sums)
-            self._rated = (sums, rate)
-        return rate
+        self._overhead_s, self.rate = _line(self.sums)
 
     def add(self, nbytes: float, seconds: float, now: float, half_life_s: float) -> None:
         """One more fetch; what was known fades by half every ``half_life_s``.
@@ -78,35 +70,43 @@ class Goodput:
         alone_s = now - self.until_s
         if alone_s >= 0.0:
             self.until_s = now
-            alone_s = alone_s if alone_s < seconds else seconds
+            if alone_s > seconds:
+                alone_s = seconds
         else:
             alone_s = self._late(alone_s, seconds, now)
         age_s, self.time_s = now - self.time_s, now
-        if age_s > 0.0:
-            kept = 0.5 ** (age_s / half_life_s)
-            fetches, total, all_s, squares = fetches * kept, total * kept, all_s * kept, squares * kept
-            products, prior_bytes, prior_s, busy_s = products * kept, prior_bytes * kept, prior_s * kept, busy_s * kept
+        kept = 0.5 ** (age_s / half_life_s) if age_s > 0.0 else 1.0
         run, surprise, expected = 0, "", 0.0
+        fetches *= kept
         if fetches >= ENOUGH:
-            overhead_s, rate = _line((fetches, total, all_s, squares, products, prior_bytes, prior_s, busy_s))
+            overhead_s, rate = self._overhead_s, self.rate  # all have faded alike, so the line is where it was
+            if overhead_s and fetches < TELLING:  # but there are too few left to tell one
+                overhead_s, rate = _line((fetches, *before[1:]))
             expected = overhead_s + nbytes / rate
             if seconds > OFF * expected + OVERHEAD_S:
                 run = self.run + 1 if self.run > 0 else 1
                 surprise = "slow" if seconds > SURPRISE * expected + OVERHEAD_S else ""
-            elif seconds < expected / OFF:
+            elif seconds * OFF < expected:
                 run = self.run - 1 if self.run < 0 else -1
-                surprise = "fast" if seconds < expected / SURPRISE else ""
+                surprise = "fast" if seconds * SURPRISE < expected else ""
         else:
             self.surprise = ""
         self.run = run
         if surprise or not -RUN < run < RUN:
-            faded = (fetches, total, all_s, squares, products, prior_bytes, prior_s, busy_s)
-            self.sums = self._unlike(nbytes, seconds, alone_s, expected, surprise, before, faded)
-            return
-        fetches, total, all_s, busy_s = fetches + 1.0, total + nbytes, all_s + seconds, busy_s + alone_s
-        squares, products = squares + nbytes * nbytes, products + nbytes * seconds
-        self.sums = (fetches, total, all_s, squares, products, prior_bytes, prior_s, busy_s)
-        if self.surprise and nbytes >= OVERHEAD_S * bytes_per_s(self.sums):  # long enough to say that nothing changed
+            self.sums = sums = self._unlike(nbytes, seconds, alone_s, kept, expected, surprise)
+        else:
+            self.sums = sums = (  # as ``_with``, without its call
+                fetches + 1.0,
+                total * kept + nbytes,
+                all_s * kept + seconds,
+                squares * kept + nbytes * nbytes,
+                products * kept + nbytes * seconds,
+                prior_bytes * kept,
+                prior_s * kept,
+                busy_s * kept + alone_s,
+            )
+        self._overhead_s, self.rate = _line(sums)
+        if self.surprise and not surprise and nbytes >= OVERHEAD_S * self.rate:  # so long that nothing has changed
             self.surprise = ""
 
     def _late(self, alone_s: float, seconds: float, now: float) -> float:
@@ -117,36 +117,37 @@ class Goodput:
         return seconds
 
     def _unlike(
-        self,
-        nbytes: float,
-        seconds: float,
-        alone_s: float,
-        expected: float,
-        surprise: str,
-        before: Sums,
-        faded: Sums,
+        self, nbytes: float, seconds: float, alone_s: float, kept: float, expected: float, surprise: str
     ) -> Sums:
         """With a fetch that is far off, or the last of a run: within bounds, or in place of the past."""
-        shared, known, self.surprise = sharing(before), self.surprise, ""
-        if not -RUN < self.run < RUN:
-            self.run = 0
-            return _with(NOTHING, nbytes, seconds, seconds / shared)
-        if surprise == known:
-            self.run, (last_bytes, last_s) = 0, self.last
-            last = _with(NOTHING, last_bytes, last_s, last_s / shared)
-            return _with(last, nbytes, seconds, seconds / shared)
-        self.surprise, self.last = surprise, (nbytes, seconds)
-        counted = min(seconds, SURPRISE * expected + OVERHEAD_S)
-        return _with(faded, nbytes, counted, alone_s * counted / seconds)
+        again, full = surprise == self.surprise, not -RUN < self.run < RUN
+        if not (again or full):
+            self.surprise, self.last = surprise, (nbytes, seconds)
+            counted = min(seconds, SURPRISE * expected + OVERHEAD_S)
+            return _with(self.sums, kept, nbytes, counted, alone_s * counted / seconds)
+        shared, past, (last_bytes, last_s) = sharing(self.sums), NOTHING, self.last
+        if not full:
+            past = _with(NOTHING, 1.0, last_bytes, last_s, last_s / shared)
+        self.run, self.surprise = 0, ""
+        return _with(past, 1.0, nbytes, seconds, seconds / shared)
 
 
 NOTHING: Sums = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def _with(sums: Sums, nbytes: float, seconds: float, alone_s: float) -> Sums:
+def _with(sums: Sums, kept: float, nbytes: float, seconds: float, alone_s: float) -> Sums:
+    """What is kept of the sums, and one more fetch."""
     fetches, total, all_s, squares, products, prior_bytes, prior_s, busy_s = sums
-    squares, products = squares + nbytes * nbytes, products + nbytes * seconds
-    return fetches + 1.0, total + nbytes, all_s + seconds, squares, products, prior_bytes, prior_s, busy_s + alone_s
+    return (
+        fetches * kept + 1.0,
+        total * kept + nbytes,
+        all_s * kept + seconds,
+        squares * kept + nbytes * nbytes,
+        products * kept + nbytes * seconds,
+        prior_bytes * kept,
+        prior_s * kept,
+        busy_s * kept + alone_s,
+    )
 
 
 def _line(sums: Sums) -> tuple[float, float]:
@@ -164,11 +165,6 @@ def _line(sums: Sums) -> tuple[float, float]:
     least_s = nbytes / FASTEST
     rate = nbytes / (seconds if seconds > least_s else least_s)
     return overhead_s, rate if rate > SLOWEST else SLOWEST
-
-
-def bytes_per_s(sums: Sums) -> float:
-    """The estimate of B."""
-    return _line(sums)[1]
 
 
 def sharing(sums: Sums) -> float:

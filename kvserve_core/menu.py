@@ -20,7 +20,7 @@ import numpy as np
 
 from kvserve_core.costs import Costs
 from kvserve_core.explain import Explainer
-from kvserve_core.overlap import SEQUENTIAL, Floats, Form
+from kvserve_core.overlap import SEQUENTIAL, Floats, Form, Room, room_for
 from kvserve_core.policy import Candidate
 from kvserve_core.pricing import Priced
 
@@ -35,15 +35,17 @@ _NEVER_S = 1e-15
 
 Item = tuple[Priced, float]
 """A profile and its quality (the lower bound) for this workload."""
+Beside = tuple[tuple[Item, ...], frozenset[int], float]
+"""An optimum with its neighbours and what is always offered, their numbers, and until when that serves."""
 
 
 class Menu:
     """``items``: of every profile in the order of ``costs``, None where it may not serve. ``rejected``: why not.
 
-    Those named in ``always`` are offered at every bandwidth.
+    Those named in ``always`` are offered at every bandwidth. note: what an explanation says besides.
     """
 
-    __slots__ = ("_always", "_barred", "_costs", "_places", "_sides", "explain", "form", "items", "rejected")
+    __slots__ = ("_always", "_barred", "_beside", "_costs", "_places", "_spare", "explain", "form", "items", "rejected")
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Menu:
         rejected: Iterable[tuple[str, str]],
         always: Iterable[str],
         form: Form = SEQUENTIAL,
+        note: str | None = None,
     ) -> None:
         wanted = set(always)
         self.items = tuple(item for item in items if item)
@@ -60,33 +63,44 @@ class Menu:
         self.form = form
         self._places = [item or self.items[0] for item in items]
         self._barred = None if all(items) else np.array([0.0 if item else inf for item in items])
-        self._sides: dict[tuple[int, int], tuple[int, int, float]] = {}
+        self._spare: list[Room] = []
+        self._beside: dict[tuple[int, int], Beside] = {}
         self._always = tuple(i for i, item in enumerate(items) if item and item[0].profile.name in wanted)
-        self.explain = Explainer(tuple(priced for priced, _ in self.items), form)
+        self.explain = Explainer(tuple(priced for priced, _ in self.items), form, note)
 
-    def near(self, nbytes: float, bandwidth: float, now: float) -> list[Item]:
+    def near(self, nbytes: float, bandwidth: float, now: float) -> tuple[Item, ...]:
         """The optimum at this point, its neighbours on the envelope, the runner-up, and what is always offered."""
         raw_s = nbytes / bandwidth
-        raw_s = raw_s if raw_s < _MOST_S else _MOST_S
-        latency, slope = self.form.lines(self._costs.live, nbytes, raw_s)
+        if raw_s > _MOST_S:
+            raw_s = _MOST_S
+        costs, spare = self._costs.live, self._spare
+        try:
+            room = spare.pop()
+        except IndexError:  # as many threads are at it as never before
+            room = room_for(costs)
+        latency = self.form.latencies(costs, nbytes, raw_s, room)
         if self._barred is not None:
-            latency = latency + self._barred
+            latency += self._barred
         best = int(latency.argmin())
         place = (best, frexp(nbytes)[1])
-        sides = self._sides.get(place)
-        if sides is None or now >= sides[2]:
-            sides = self._look_aside(latency, slope, place, raw_s, now)
+        beside = self._beside.get(place)
+        if beside is None or now >= beside[2]:
+            beside = self._look_aside(latency, place, nbytes, raw_s, now)
         latency[best] = inf
-        found = (best, int(latency.argmin()), sides[0], sides[1], *self._always)
-        return [*map(self._places.__getitem__, dict.fromkeys(found))]
+        second = int(latency.argmin())
+        spare.append(room)
+        items, numbers, _ = beside
+        return items if second in numbers else (*items, self._places[second])
 
-    def _look_aside(
-        self, latency: Floats, slope: Floats, place: tuple[int, int], raw_s: float, now: float
-    ) -> tuple[int, int, float]:
-        if len(self._sides) >= MAX_SIDES:
-            self._sides = {}
-        self._sides[place] = sides = (*neighbours(latency, slope, place[0], raw_s), now + KEPT_S)
-        return sides
+    def _look_aside(self, latency: Floats, place: tuple[int, int], nbytes: float, raw_s: float, now: float) -> Beside:
+        slope = self.form.slopes(self._costs.live, nbytes, raw_s)
+        if len(self._beside) >= MAX_SIDES:
+            self._beside = {}
+        best = place[0]
+        numbers = dict.fromkeys((best, *neighbours(latency, slope, best, raw_s), *self._always))
+        items = tuple(self._places[i] for i in numbers)
+        self._beside[place] = beside = (items, frozenset(numbers), now + KEPT_S)
+        return beside
 
 
 def neighbours(latency: Floats, slope: Floats, best: int, x: float) -> tuple[int, int]:
@@ -108,17 +122,16 @@ def price(
     items: Iterable[Item], nbytes: float, bandwidth: float, model_s: float, form: Form = SEQUENTIAL
 ) -> tuple[Candidate, ...]:
     """Exact estimates (eq. 1) at the live costs, fastest first; equal ones in the order of the menu."""
-    raw_s = nbytes / bandwidth
-    sequential = not (form.chunk_bytes or form.stored)
-    candidates = []
+    raw_s, candidates = nbytes / bandwidth, []
+    overlapped = form.chunk_bytes or form.stored
     for priced, quality in items:
         name, cr, wire, encode_fixed, encode_each, decode_fixed, decode_each = priced.terms
         encode_s = encode_fixed + encode_each * nbytes
         decode_s = decode_fixed + decode_each * nbytes
         transfer_s = wire * raw_s
-        stages_s = (
-            encode_s + transfer_s + decode_s if sequential else form.seconds(encode_s, transfer_s, decode_s, nbytes)
-        )
-        candidates.append(Candidate(name, cr, model_s + stages_s, encode_s, transfer_s, decode_s, quality))
+        latency_s = model_s + encode_s + transfer_s + decode_s
+        if overlapped:
+            latency_s = model_s + form.seconds(encode_s, transfer_s, decode_s, nbytes)
+        candidates.append(Candidate(name, cr, latency_s, encode_s, transfer_s, decode_s, quality))
     candidates.sort(key=_latency)
     return tuple(candidates)

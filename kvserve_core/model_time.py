@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from msgspec.structs import replace
+
 from kvserve_core.bandwidth import MAX_SECONDS
 from kvserve_core.latency import Line, crossing
 from kvserve_core.policy import Decision, ServiceContext
@@ -89,7 +91,9 @@ class ModelTime:
             model_s += self.generating_s(context.output_tokens)
         if slo_s is not None:
             slo_s -= context.elapsed_s
-        return context.reckoned(model_s if model_s < MAX_SECONDS else MAX_SECONDS, slo_s)
+        if model_s > MAX_SECONDS:
+            model_s = MAX_SECONDS
+        return replace(context, model_s=model_s, slo_s=slo_s, elapsed_s=0.0, tokens=None, output_tokens=0)
 
 
 def _within(value: object, most: float) -> bool:

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from struct import Struct
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-_FIVE = Struct("5d").pack
-"""Floats as bytes for numpy, which takes them in sooner than from a list."""
+Room = tuple[Floats, Floats]
+"""For the weights of :meth:`Form.latencies` and what comes of them: to make it takes as long as to use it."""
+
+
+def room_for(costs: Floats) -> Room:
+    """Room for the latencies of so many profiles."""
+    return np.ones(len(costs)), np.empty(costs.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +49,29 @@ class Form:
         slowest = max(encode_s, transfer_s, decode_s)
         return slowest + (whole - slowest) / self.chunks(nbytes)
 
+    def latencies(self, costs: Floats, nbytes: float, raw_s: float, room: Room) -> Floats:
+        """The seconds of :meth:`lines` alone; where stages follow each other they are written into ``room``."""
+        if self.chunk_bytes:
+            return self.lines(costs, nbytes, raw_s)[0]
+        weights, seconds = room
+        weights[0], weights[4] = raw_s, nbytes
+        if self.stored:
+            weights[1] = weights[2] = 0.0
+        else:
+            weights[2] = nbytes
+        return weights.dot(costs, seconds)
+
+    def slopes(self, costs: Floats, nbytes: float, raw_s: float) -> Floats:
+        """The slopes of :meth:`lines` alone."""
+        return self.lines(costs, nbytes, raw_s)[1] if self.chunk_bytes else costs[0]
+
     def lines(self, costs: Floats, nbytes: float, raw_s: float) -> tuple[Floats, Floats]:
         """Seconds of many profiles, and how steeply they rise with ``raw_s``, the time that V takes uncompressed.
 
         costs: ``[5, P]``, bytes on the wire, encoding fixed and per byte, decoding fixed and per byte.
         """
         if not self.chunk_bytes:
-            each = (raw_s, 0.0, 0.0, 1.0, nbytes) if self.stored else (raw_s, 1.0, nbytes, 1.0, nbytes)
-            whole: Floats = np.frombuffer(_FIVE(*each)).dot(costs)
-            return whole, costs[0]
+            return self.latencies(costs, nbytes, raw_s, room_for(costs)), costs[0]
         wire, encode_s, decode_s = costs[0], costs[1] + costs[2] * nbytes, costs[3] + costs[4] * nbytes
         if self.stored:
             encode_s = np.zeros_like(decode_s)

@@ -189,7 +189,7 @@ class Pipeline:
         """Each chain's segments through its kernel, if it has one, else stage by stage."""
         together: dict[int, list[int]] = defaultdict(list)
         for i, (planned, x) in enumerate(batch):
-            fusion = self._chains.bound(planned.chain, planned.at).fusion
+            fusion = self._chains.fusion(planned.chain, planned.at)
             if fusion is not None and fusion.takes(x, planned.at):
                 together[planned.chain].append(i)
         made: dict[int, Draft] = {}
@@ -199,11 +199,11 @@ class Pipeline:
 
     def _fused(self, batch: Sequence[tuple[Planned, Tensor]]) -> list[Draft]:
         planned = batch[0][0]
-        fusion = self._chains.bound(planned.chain, planned.at).fusion
+        fusion = self._chains.fusion(planned.chain, planned.at)
         try:
             results = fusion.encode([(p.at, x) for p, x in batch]) if fusion else []
-        except RuntimeError as error:  # a kernel that does not launch
-            log.warning("%d segments go stage by stage: %s: %s", len(batch), type(error).__name__, error)
+        except Exception as error:  # Triton's own are no RuntimeError: a kernel that does not fit this GPU, say
+            self._chains.without_fusion(planned.chain, error)
             return [self._quantize(*each) for each in batch]
         return [
             Draft(p, x, f.stages, f.quantized.parts, f.encoded or (), f.ok, True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from dataclasses import Field, field, fields, make_dataclass
+from typing import Any, ClassVar, Literal
 
 import msgspec
+from msgspec import structs
 
 from kvserve_core.component import ComponentConfig
 
@@ -17,8 +18,10 @@ LOSSLESS = "lossless"
 """Built-in profile names that need no library."""
 
 
-@dataclass(frozen=True)
-class ServiceContext:
+Fields = dict[str, Field[Any]]
+
+
+class ServiceContext(msgspec.Struct, frozen=True, gc=False):
     """What is known when a decision is made.
 
     nbytes: V, original bytes to move. bandwidth: B in bytes/s, or None for the controller's own estimate.
@@ -29,7 +32,12 @@ class ServiceContext:
     Instead of reckoning itself, a caller may say ``tokens`` (to prefill; with queue they become a part of T_model),
     ``output_tokens`` (to generate; they count when ``slo_kind`` is "jct") and ``elapsed_s`` (of ``slo_s``, since the
     request arrived). active: transfers on the link now, None when that is not known.
+
+    A struct, like the others here: a frozen dataclass takes twenty times as long to build, and several are built for
+    every decision.
     """
+
+    __dataclass_fields__: ClassVar[Fields]
 
     nbytes: int
     workload: str = "default"
@@ -46,22 +54,9 @@ class ServiceContext:
     slo_kind: Literal["ttft", "jct"] = "ttft"
     active: int | None = None
 
-    def reckoned(self, model_s: float, slo_s: float | None) -> ServiceContext:
-        """The same with T_model and the budget left, and nothing more to reckon them from."""
-        values = self.__dict__.copy()  # as ``_with``, without the cost of calls
-        values["model_s"], values["slo_s"], values["elapsed_s"] = model_s, slo_s, 0.0
-        values["tokens"], values["output_tokens"] = None, 0
-        made = object.__new__(ServiceContext)
-        object.__setattr__(made, "__dict__", values)
-        return made
-
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A profile that passed the quality filter, with its estimated latency (eq. 1) for this request.
-
-    A struct, like :class:`Choice` and :class:`Decision`: a frozen dataclass takes six times as long to build, and
-    several are built for every decision.
-    """
+    """A profile that passed the quality filter, with its estimated latency (eq. 1) for this request."""
 
     profile: str
     cr: float
@@ -98,16 +93,18 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         return self._explain(self) if self._explain else f"{self.profile}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """What a transfer cost, in durations only: the consumer's report joined with the producer's figures.
 
     wire_bytes counts frames as sent, metadata included. transfer_s is time on the link as the consumer saw it. total_s
     is the consumer's, from the fetch to decoded KV.
 
     For policies the controller adds, once it has learned from the report: spent_s, what eq. 1 without T_model is about,
-    and expected_s, what it now expects of such a transfer. Their difference is what its model does not explain.
+    and expected_s, what it now expects of such a transfer; where the report says what each stage took, and that is no
+    surprise, just that, for the model follows these itself. Their difference is what the model does not explain.
     """
+
+    __dataclass_fields__: ClassVar[Fields]
 
     transfer_id: str
     profile: str
@@ -123,17 +120,10 @@ class Outcome:
     spent_s: float = 0.0
     expected_s: float = 0.0
 
-    def judged(self, spent_s: float, expected_s: float) -> Outcome:
-        """The same with these two."""
-        values = self.__dict__.copy()
-        values["spent_s"] = spent_s
-        values["expected_s"] = expected_s
-        return _made(Outcome, values)
-
 
 def joined(parts: Sequence[Outcome]) -> Outcome:
     """One transfer over several ranks: bytes add up, the slowest rank's seconds count."""
-    return _with(
+    return structs.replace(
         parts[0],
         raw_bytes=sum(p.raw_bytes for p in parts),
         wire_bytes=sum(p.wire_bytes for p in parts),
@@ -146,18 +136,15 @@ def joined(parts: Sequence[Outcome]) -> Outcome:
     )
 
 
-Value = TypeVar("Value", ServiceContext, Outcome)
+def _fields(kind: type[msgspec.Struct]) -> Fields:
+    """What ``dataclasses.replace`` asks of a type: engines and policies treat these structs as any dataclass."""
+    known = structs.fields(kind)
+    named = [(f.name, f.type, field() if f.required else field(default=f.default)) for f in known]
+    return {f.name: f for f in fields(make_dataclass(kind.__name__, named))}
 
 
-def _with(value: Value, **changes: object) -> Value:
-    """``dataclasses.replace``, several times as fast: nothing is checked, as nothing here has a ``__post_init__``."""
-    return _made(type(value), {**value.__dict__, **changes})
-
-
-def _made(kind: type[Value], values: dict[str, Any]) -> Value:
-    made = object.__new__(kind)
-    object.__setattr__(made, "__dict__", values)
-    return made
+ServiceContext.__dataclass_fields__ = _fields(ServiceContext)
+Outcome.__dataclass_fields__ = _fields(Outcome)
 
 
 class Policy(ABC):

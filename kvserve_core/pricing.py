@@ -11,6 +11,8 @@ from math import exp, inf, log
 from numbers import Real
 from typing import cast
 
+from msgspec.structs import replace
+
 from kvserve_core.bandwidth import MAX_BYTES, MAX_SECONDS
 from kvserve_core.latency import Line, Speed
 from kvserve_core.library import Profile
@@ -29,7 +31,7 @@ SURPRISE = 1.5
 """Once a correction is established, a sample counts as at most this many times off; two running count half at once."""
 ESTABLISHED = 5
 """Samples from which it is."""
-_SURPRISE = log(SURPRISE)
+_AS_LOW = 1.0 / SURPRISE
 _FEW = 1.0 / ALPHA
 """Samples below which the mean of all of them weighs a new one more than ``ALPHA`` does."""
 _FADING = log(2.0) / HALF_LIFE_S
@@ -49,14 +51,18 @@ def plain(outcome: Outcome) -> bool:
     encode_s, transfer_s, decode_s, total_s = outcome.encode_s, outcome.transfer_s, outcome.decode_s, outcome.total_s
     raw_bytes, wire_bytes = outcome.raw_bytes, outcome.wire_bytes
     try:
+        seconds, nbytes = encode_s + transfer_s + decode_s + total_s, raw_bytes + wire_bytes
         return (
-            0 <= encode_s <= MAX_SECONDS >= transfer_s >= 0 <= decode_s <= MAX_SECONDS >= total_s >= 0
-            and 0 <= raw_bytes <= MAX_BYTES >= wire_bytes >= 0
-            and type(encode_s + transfer_s + decode_s + total_s) is float
-            and type(raw_bytes + wire_bytes) is int
+            type(seconds) is float
+            and seconds <= MAX_SECONDS
+            and encode_s >= 0.0 <= transfer_s
+            and decode_s >= 0.0 <= total_s
+            and type(nbytes) is int
+            and nbytes <= MAX_BYTES
+            and raw_bytes >= 0 <= wire_bytes
             and type(outcome.profile) is str is type(outcome.link)
         )
-    except TypeError:
+    except (TypeError, OverflowError):
         return False
 
 
@@ -86,66 +92,51 @@ _LIMITS = (
 )
 
 
-def spent(outcome: Outcome, form: Form) -> float:
-    """What a transfer took, T_model aside: encoding at the producer, and the consumer's total (or its parts)."""
-    if form.chunk_bytes:
-        return outcome.total_s or form.seconds(
-            outcome.encode_s, outcome.transfer_s, outcome.decode_s, outcome.raw_bytes
-        )
-    encode_s = 0.0 if form.stored else outcome.encode_s
-    consumer_s, parts_s = outcome.total_s, outcome.transfer_s + outcome.decode_s
-    return encode_s + (consumer_s if consumer_s > parts_s else parts_s)
-
-
-def _clamped(sample: float) -> float:
-    return log(_WILD if sample > _WILD else _TAME)
-
-
 class Correction:
-    """The logarithm of a factor: a mean of the first samples, then an EWMA. ``rest`` is what it fades to.
+    """A factor: a mean of the first samples, then an EWMA, both of logarithms. ``rest`` is what it fades to.
 
-    ``factor`` is as of the latest ``fold`` or ``fade``, and until the first of either as given.
+    ``factor`` is as of the latest ``fold`` or ``fade``, and until the first of either as given. Not thread-safe.
     """
 
-    __slots__ = ("_state", "factor")
+    __slots__ = ("_count", "_learned", "_off", "_rest", "_seen_s", "factor")
 
-    def __init__(self, rest: float = 0.0, samples: int = 1, factor: float = 1.0) -> None:
-        self._state = (samples, rest, 0, inf, rest)
-        """Samples, what was learned, which way the last one was off, when it was seen, and the rest."""
-        self.factor = factor
+    def __init__(self, rest: float = 1.0, samples: int = 1, factor: float = 1.0) -> None:
+        self._rest, self._count, self.factor = rest, samples, factor
+        self._learned, self._seen_s = rest, inf
+        self._off = 0
+        """Which way the last sample was off."""
 
     def fade(self, now: float) -> float:
         """Bring ``factor`` up to date where nothing new was seen; what was never seen has nothing to fade."""
-        _, learned, _, seen_s, rest = self._state
-        if seen_s != inf:
+        if (seen_s := self._seen_s) != inf:
             kept = exp((seen_s - now) * _FADING) if now > seen_s else 1.0
-            self.factor = exp(rest + (learned - rest) * kept)
+            self.factor = float(self._rest * (self._learned / self._rest) ** kept)
         return self.factor
 
     def fold(self, sample: float, now: float) -> float:
         """Take a factor in. It replaces what has faded, so that seldom observations are not drawn to the library."""
-        count, learned, off, seen_s, rest = self._state
-        count += 1
+        learned = self._learned
+        self._count = count = self._count + 1
         weight = 1.0 / count if count < _FEW else ALPHA
-        if (age := (now - seen_s) * _FADING) > weight:  # else less than that has faded, for 1 - exp(-age) < age
+        if (age := (now - self._seen_s) * _FADING) > weight:  # else less than that has faded, for 1 - exp(-age) < age
             weight = max(weight, 1.0 - exp(-age))
-        change = (log(sample) if _TAME <= sample <= _WILD else _clamped(sample)) - learned
-        if -_SURPRISE <= change <= _SURPRISE:
-            off = 0
+        change = (sample if _TAME <= sample <= _WILD else _TAME if sample < _TAME else _WILD) / learned
+        if _AS_LOW <= change <= SURPRISE:
+            self._off = 0
         else:
-            before, off = off, 1 if change > 0 else -1
+            before, self._off = self._off, 1 if change > 1.0 else -1
             if count > ESTABLISHED and weight <= 0.5:
-                weight, change = (0.5, change) if off == before else (weight, off * _SURPRISE)
-        learned += weight * change
-        self._state = (count, learned, off, now, rest)
-        self.factor = factor = exp(learned)
+                weight, change = (0.5, change) if self._off == before else (weight, SURPRISE**self._off)
+        factor: float = learned * change**weight
+        self._learned = self.factor = factor
+        self._seen_s = now
         return factor
 
 
 def _stage(base: Speed) -> tuple[float, float, Correction]:
     """Its fixed cost, that per byte, and their correction; one said to be free takes the first sample as its speed."""
     if base.seconds(1) <= 0:
-        return 0.0, _FREE, Correction(-log(_WILD), 0, factor=0.0)
+        return 0.0, _FREE, Correction(1.0 / _WILD, 0, factor=0.0)
     return base.fixed_s, base.s_per_byte, Correction()
 
 
@@ -171,17 +162,43 @@ class Priced:
         _, _, wire, encode_fixed, encode_each, decode_fixed, decode_each = self.terms
         return encode_fixed + encode_each * nbytes, decode_fixed + decode_each * nbytes, wire * nbytes
 
-    def expected(self, outcome: Outcome, nbytes: float, bandwidth: float, form: Form) -> float:
+    def follows(self, outcome: Outcome, nbytes: float) -> bool:
+        """Whether the model follows a report by itself: it says what every stage took, and none is a surprise.
+
+        What its stages took is then no news to anybody; the link's is the link's, whoever sends over it.
+        """
+        _, _, _, encode_fixed, encode_each, decode_fixed, decode_each = self.terms
+        encode_s, decode_s = outcome.encode_s, outcome.decode_s
+        if decode_s <= 0.0 or outcome.transfer_s <= 0.0:
+            return False
+        expected_s = decode_fixed + decode_each * nbytes
+        if encode_s:
+            expected_s += encode_fixed + encode_each * nbytes
+        return _AS_LOW * expected_s <= encode_s + decode_s <= SURPRISE * expected_s
+
+    def judged(self, outcome: Outcome, nbytes: float, bandwidth: float | None, form: Form) -> Outcome:
+        """With what the transfer took and what was to be expected, for the policy: see :class:`Outcome`.
+
+        bandwidth: None where the model follows what the stages took.
+        """
+        encode_s, transfer_s, decode_s = outcome.encode_s, outcome.transfer_s, outcome.decode_s
+        spent_s = outcome.total_s
+        if form.chunk_bytes or form.stored:
+            told_s = form.seconds(encode_s, transfer_s, decode_s, outcome.raw_bytes)
+        else:
+            told_s, spent_s = encode_s + (transfer_s + decode_s), encode_s + spent_s
+        if spent_s < told_s and not (form.chunk_bytes and spent_s):
+            spent_s = told_s
+        expected_s = told_s if bandwidth is None else self._expected(outcome, nbytes, bandwidth, form)
+        return replace(outcome, spent_s=spent_s, expected_s=expected_s)
+
+    def _expected(self, outcome: Outcome, nbytes: float, bandwidth: float, form: Form) -> float:
         """What the stages that ``outcome`` reports should have taken; all of them where it only holds a total."""
-        _, _, wire, encode_fixed, encode_each, decode_fixed, decode_each = self.terms
-        encode_s, decode_s = encode_fixed + encode_each * nbytes, decode_fixed + decode_each * nbytes
-        if not (outcome.encode_s and outcome.decode_s) and (outcome.encode_s or outcome.transfer_s or outcome.decode_s):
+        encode_s, decode_s, wire = self.costs(nbytes)
+        if outcome.encode_s or outcome.transfer_s or outcome.decode_s:
             encode_s = encode_s if outcome.encode_s else 0.0
             decode_s = decode_s if outcome.decode_s or outcome.total_s else 0.0
-        transfer_s = wire * nbytes / bandwidth
-        if form.chunk_bytes or form.stored:
-            return form.seconds(encode_s, transfer_s, decode_s, nbytes)
-        return encode_s + transfer_s + decode_s  # the usual form, without the cost of a call
+        return form.seconds(encode_s, wire / bandwidth, decode_s, nbytes)
 
     def line(self, nbytes: float, form: Form = SEQUENTIAL) -> Line:
         """Eq. 1 at the live costs, without T_model, of stages one after another."""
@@ -196,16 +213,18 @@ class Priced:
         the profile, and what was decoded is told by the bytes on the wire.
         """
         raw_bytes, wire_bytes, wire = outcome.raw_bytes, outcome.wire_bytes, self._wire
-        whole = raw_bytes >= WHOLE * nbytes
-        decoded = raw_bytes if whole else max(raw_bytes, wire_bytes * self.terms[1])
-        if whole and raw_bytes >= MIN_RATIO_BYTES and wire_bytes > 0:
+        encode_s, decode_s = outcome.encode_s, outcome.decode_s
+        decoded: float = raw_bytes
+        if raw_bytes < WHOLE * nbytes:
+            decoded, cr = max(raw_bytes, wire_bytes * self.terms[1]), self._cr / wire.fade(now)
+        elif raw_bytes >= MIN_RATIO_BYTES and wire_bytes > 0:
             sent = wire_bytes / raw_bytes
             cr = self._cr / wire.fold((sent if sent < _LARGEST_WIRE else _LARGEST_WIRE) * self._cr, now)
         else:
             cr = self._cr / wire.fade(now)
         encode_fixed, encode_each, encode = self._encode
         decode_fixed, decode_each, decode = self._decode
-        encoded, encode_s, decode_s = nbytes if nbytes > raw_bytes else raw_bytes, outcome.encode_s, outcome.decode_s
+        encoded = nbytes if nbytes > raw_bytes else raw_bytes
         measured = encode_s > 0 < encoded
         slower = encode.fold(encode_s / (encode_fixed + encode_each * encoded), now) if measured else encode.fade(now)
         measured = decode_s > 0 < decoded

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from kvserve_core.component import ComponentSpec, config_error
 from kvserve_core.errors import ConfigError, did_you_mean
 from kvserve_core.json_text import parsed
-from kvserve_core.settings_tables import CpuSettings, GpuSettings, PeerSettings, TransportSettings
+from kvserve_core.settings_tables import CpuSettings, GpuSettings, PeerSettings, TransportSettings, check_units
 from kvserve_core.units import Bandwidth, Duration, Size
 from kvserve_core.wire import VERSION
 
@@ -180,6 +180,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
 def _validate(layers: _Layers) -> Settings:
     try:
         _check_tables(layers.values.get("transport"))
+        check_units(_leaves(layers.values))
         return Settings.model_validate(layers.values)
     except ConfigError as error:
         wrong = error

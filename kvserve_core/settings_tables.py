@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvserve_core.component import ComponentSpec
+from kvserve_core.errors import ConfigError
 from kvserve_core.units import Size
 
 
@@ -52,3 +54,19 @@ class CpuSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     decoders: int = Field(0, ge=0, description="threads that decode at a time; 0: half the cores")
     decode_share: float = Field(0.4, gt=0, le=1, description="part of its time that one decodes beside a running batch")
+
+
+def check_units(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Refuse a bandwidth that is a bare number: who writes ``20`` seldom means 20 bytes a second.
+
+    leaves: paths of settings and their values, as they were given.
+
+    Raises:
+        ConfigError: says which, and what to write.
+    """
+    for path, value in leaves:
+        a_rate = path.endswith("bandwidth") or path.startswith("priors.")
+        if a_rate and isinstance(value, (int, float)) and value > 0:
+            raise ConfigError(
+                f"bandwidth {value} has no unit; write for example '{value:g}Gbps' or '{value:g}B/s'", path
+            )

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.decoder import Decoder
 from kvserve_core.latency import Speed
+from kvserve_core.overlap import Form
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.session.events import gather_region
 from kvserve_core.spec import Region
@@ -89,12 +90,27 @@ def _once(pipeline: Pipeline, read: Callable[[Region], Tensor], total: int, deco
     return Timing(header.raw_bytes, encoded - began, clock() - encoded)
 
 
+def together(raw_bytes: int, total_s: float, encode_s: float, form: Form) -> Timing:
+    """Of a request that went through two sessions over no link to speak of: what decoding took by ``form``.
+
+    encode_s: until the last segment was encoded. Sides that share a GPU or a host's cores hold each other up, which
+    pipelines measured one after another do not show.
+    """
+    chunks = form.chunks(raw_bytes)
+    if chunks == 1:
+        return Timing(raw_bytes, encode_s, max(total_s - encode_s, 0.0))
+    slowest = total_s - encode_s / chunks  # if that is decoding
+    return Timing(raw_bytes, encode_s, slowest if slowest >= encode_s else chunks * max(total_s - encode_s, 0.0))
+
+
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Speed:
     """Least squares of ``fixed + slope * size``; of a line through 0 where that gives a part below 0.
 
+    Errors count by the time they are of: in seconds, small requests would be what large ones leave over.
     A time that falls with the size is noise, and a slope of 0 would promise any number of bytes in that time.
     """
-    slope, fixed = np.polyfit(sizes, seconds, 1)
+    least = max(max(seconds) * 1e-3, 1e-12)  # a clock may have seen nothing
+    slope, fixed = np.polyfit(sizes, seconds, 1, w=1 / np.maximum(seconds, least))
     if fixed < 0 or slope <= 0:
         return Speed(0.0, float(np.dot(sizes, seconds) / np.dot(sizes, sizes)))
     return Speed(float(fixed), float(slope))

@@ -1,6 +1,7 @@
 """One unit system: bytes, seconds and bytes/s of original bytes. Text with units is parsed at the edge only.
 
-``25Gbps`` and ``100Mbps`` are bits (1e9, 1e6); ``300GB/s`` is decimal bytes; ``56MiB`` is binary bytes.
+``25Gbps`` and ``100Mbps`` are bits (1e9, 1e6); ``300GB/s`` is decimal bytes; ``56MiB`` is binary bytes. In text a size
+may be a bare number of bytes; bandwidths and durations need their unit.
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ def _parse(text: object, table: dict[str, float], what: str, bare: str, example:
         value: float = text
     else:
         match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
-        factor = table.get(match.group(2) or bare) if match else None
-        if match is None or factor is None:
+        number, unit = match.groups() if match else ("", "")
+        if match and not unit and not bare and 0 < float(number) <= _LARGEST:  # 0 is 0 in any unit
+            raise ConfigError(f"{what} {text!r} has no unit; write for example {example}")
+        factor = table.get(unit or bare or next(iter(table))) if match else None
+        if factor is None:
             raise ConfigError(f"{what} {text!r} is not understood; write for example {example}")
-        value = float(match.group(1)) * factor
+        value = float(number) * factor
     if not 0 <= value <= _LARGEST:
         raise ConfigError(f"{what} {text!r} must be a finite number of at least 0, for example {example}")
     return value
 
 
 def parse_bandwidth(text: object) -> float:
-    """Bytes per second from ``"25Gbps"``, ``"300GB/s"`` or a plain number (bytes/s).
+    """Bytes per second from ``"25Gbps"`` or ``"300GB/s"``, or a number that is no text (bytes/s).
 
     Raises:
-        ConfigError: the text has no known unit.
+        ConfigError: the text has no known unit, or none: of a bandwidth people mean bits as often as bytes.
     """
-    return float(_parse(text, _RATE, "bandwidth", "B/s", "'25Gbps' or '300GB/s'"))
+    return float(_parse(text, _RATE, "bandwidth", "", "'25Gbps' or '300GB/s'"))
 
 
 def parse_bytes(text: object) -> int:
@@ -60,12 +64,12 @@ def parse_bytes(text: object) -> int:
 
 
 def parse_duration(text: object) -> float:
-    """Seconds from ``"200ms"``, ``"2s"`` or a plain number.
+    """Seconds from ``"200ms"`` or ``"2s"``, or a number that is no text.
 
     Raises:
-        ConfigError: the text has no known unit.
+        ConfigError: the text has no known unit, or none: of a latency people mean milliseconds as often as seconds.
     """
-    return float(_parse(text, _TIME, "duration", "s", "'200ms' or '2s'"))
+    return float(_parse(text, _TIME, "duration", "", "'200ms' or '2s'"))
 
 
 def _scaled(value: float, steps: list[tuple[float, str]]) -> str:

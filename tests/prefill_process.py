@@ -19,11 +19,11 @@ TOTAL = 700
 KV = dense(heads=2)
 
 
-def prefill_rank(connection: Connection, rank: int, size: int, config: dict[str, Any]) -> None:
+def prefill_rank(connection: Connection, rank: int, size: int, name: str, config: dict[str, Any]) -> None:
     """A prefill process: publishes what it is told, then answers with the events it sees."""
     shard = Shard(whole(KV).layers, rank, size)
     engine = FakeEngine(KV, shard)
-    transport = default_registry().create("transport", {"name": "tcp", "configuration": config})
+    transport = default_registry().create("transport", {"name": name, "configuration": config})
     producer = Producer({"lossless": Pipeline.build(LOSSLESS_PIPELINE, KV, shard)}, transport, engine.gather)
     while (job := connection.recv()) is not None:
         transfer_id, ready = job

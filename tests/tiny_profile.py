@@ -59,8 +59,8 @@ def setup(**more: Any) -> Setup:
     """Short texts, short timings."""
     short = {"prompt_tokens": 60, "continuation_tokens": 20}
     spec = ComponentSpec(name="continuation", configuration=short)
-    given: dict[str, Any] = {"lengths": (16, 60), "repeats": 1, "prompt_tokens": 60}
-    return Setup(Path("tiny"), texts(), (spec,), **(given | more))
+    given: dict[str, Any] = {"evaluators": (spec,), "lengths": (16, 60), "repeats": 1, "prompt_tokens": 60}
+    return Setup(Path("tiny"), texts(), **(given | more))
 
 
 def objective(**more: Any) -> ModelObjective:

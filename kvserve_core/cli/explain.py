@@ -85,6 +85,7 @@ def report(control: Controller, decision: Decision) -> dict[str, Any]:
         "request": asked | {"bandwidth": decision.bandwidth, "min_quality": control.min_quality},
         "candidates": sorted(figures, key=itemgetter("latency_s")),
         "rejected": [{"profile": name, "reason": reason} for name, reason in decision.rejected],
+        "note": control.note(context),
         "envelope": _envelope([p.profile.name for p in feasible], curves),
     }
 
@@ -124,6 +125,8 @@ def _print(found: dict[str, Any]) -> None:
     print_table(f"{found['profile']}: {found['reason']} ({where})", COLUMNS, map(_row, found["candidates"]))
     for each in found["rejected"]:
         typer.echo(f"- {each['profile']}: {each['reason']}")
+    if found["note"]:
+        typer.echo(f"- {found['note']}")
     stretches = (f"{e['profile']} below {format_bandwidth(e['below'])}" for e in found["envelope"][1:])
     typer.echo("fastest: " + ", ".join([found["envelope"][0]["profile"], *stretches]))
 

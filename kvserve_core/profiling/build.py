@@ -10,13 +10,13 @@ from typing import Any
 
 from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.component import ComponentSpec, Kind
-from kvserve_core.errors import ArtefactError, UnavailableComponentError
+from kvserve_core.errors import ArtefactError, ConfigError, UnavailableComponentError
 from kvserve_core.profile import Chain, PipelineSpec
 from kvserve_core.profiling.calibrated import Calibrated
 from kvserve_core.profiling.constraints import Constraint, ends_with
 from kvserve_core.profiling.families import OTHERS, Family, Slots, SpaceConfig, named, shipped
 from kvserve_core.profiling.fit import Fit
-from kvserve_core.profiling.options import Names, Option, chain, component, merged
+from kvserve_core.profiling.options import Names, Option, chain, component, merged, require_few
 from kvserve_core.profiling.point import Values
 from kvserve_core.profiling.space import FamilySpace, Space, blocks, common
 from kvserve_core.registry import Registry, default_registry
@@ -143,6 +143,7 @@ class _Builder:
                     except UnavailableComponentError as error:
                         dropped[str(error)] += 1
                         continue
+                    require_few(ways, f"{family.name}.{plane}")
                     for parts in product(*ways):
                         made = chain(parts, at)
                         if all(rule.allows(made.values) for rule in rules):
@@ -175,11 +176,21 @@ class _Builder:
             if name in self._named:
                 continue
             spec = ComponentSpec(name=name)
-            if isinstance(problem := self.fit.stage(kind, spec), str):
+            if problem := self._unfit(kind, spec):
                 dropped[problem] += 1
             else:
                 found.append(spec)
         return found
+
+    def _unfit(self, kind: Kind, spec: ComponentSpec) -> str:
+        """Why a component that no family names cannot be searched; empty if nothing speaks against it."""
+        if isinstance(problem := self.fit.stage(kind, spec), str):
+            return problem
+        try:
+            component(kind, spec, spec.name, Names(self._config, self._known))
+        except ConfigError as error:
+            return str(error)
+        return ""
 
 
 def _where(plane: str, transforms: Sequence[ComponentSpec], quantizer: ComponentSpec, codec: ComponentSpec) -> Values:

@@ -42,9 +42,11 @@ def calibrated_files(folder: Path) -> tuple[list[Calibrated], Artefacts]:
         try:
             data = path.read_bytes()
             about = _about(data) if path.suffix == ".safetensors" else {}
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"cannot be read: {error}", str(path)) from error
-        found.append(Calibrated(path.stem, artefacts.add(data), _layer_block(about), about))
+            layers = _layer_block(about)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            message = f"cannot be read: {type(error).__name__}: {error}; write it again with 'kvserve calibrate'"
+            raise ConfigError(message, str(path)) from error
+        found.append(Calibrated(path.stem, artefacts.add(data), layers, about))
     return found, artefacts
 
 

@@ -8,15 +8,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from threading import Thread
 from types import TracebackType
 from typing import Self, TypeVar
 
-from kvserve_core.errors import UnknownNameError, did_you_mean
+from kvserve_core.errors import KVServeError, UnknownNameError, did_you_mean
 from kvserve_core.profiling.point import Objective, Point
 from kvserve_core.profiling.work import Task
 
 T = TypeVar("T")
 DIED = "the process that worked on this candidate died (out of memory?)"
+DEATHS = 5
+"""Deaths in a row after which it is not the candidates' fault."""
 
 
 class Executor(ABC):
@@ -58,7 +61,15 @@ _adopted: Objective
 
 def _adopt(objective: Objective) -> None:
     global _adopted
+    Thread(target=_follow, daemon=True).start()
     _adopted = objective
+
+
+def _follow() -> None:
+    """End with the process that asked for the work: one that waits for a killed one would hold its model for ever."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(task: Task[T], point: Point) -> T:
@@ -70,6 +81,7 @@ class Processes(Executor):
 
     def __init__(self, objective: Objective, workers: int) -> None:
         self._objective, self.workers = objective, workers
+        self._deaths = 0
         self._pool = self._new(workers)
 
     def _new(self, workers: int) -> ProcessPoolExecutor:
@@ -77,7 +89,11 @@ class Processes(Executor):
         return ProcessPoolExecutor(workers, mp_context=spawn, initializer=_adopt, initargs=(self._objective,))
 
     def run(self, task: Task[T], points: Sequence[Point]) -> Iterator[tuple[int, T]]:
-        """As they are ready. After a death, what is left runs one by one, to find out who it was."""
+        """As they are ready. After a death, what is left runs one by one, to find out who it was.
+
+        Raises:
+            KVServeError: every process dies.
+        """
         waiting: dict[Future[T], int] = {}
         left = dict(enumerate(points))
         try:
@@ -93,10 +109,14 @@ class Processes(Executor):
 
     def _alone(self, task: Task[T], point: Point) -> T:
         try:
-            return self._pool.submit(_work, task, point).result()
-        except BrokenProcessPool:
-            self._pool = self._new(self.workers)
+            found = self._pool.submit(_work, task, point).result()
+        except BrokenProcessPool as error:
+            self._pool, self._deaths = self._new(self.workers), self._deaths + 1
+            if self._deaths == DEATHS:
+                raise KVServeError(f"{DEATHS} times in a row {DIED}; what it printed says more") from error
             return task.fail(point, DIED, 0.0)
+        self._deaths = 0
+        return found
 
     def close(self) -> None:
         """End the processes; what they are doing is finished first, what waits is dropped."""

@@ -15,12 +15,12 @@ import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvserve_core.component import ComponentSpec, config_error
-from kvserve_core.errors import ConfigError
+from kvserve_core.errors import ConfigError, did_you_mean
 from kvserve_core.json_text import parsed
 from kvserve_core.spec import Plane
 
@@ -56,8 +56,8 @@ class Family(_Text):
     same: tuple[str, ...] = ()
     constraints: tuple[str, ...] = ()
     artefact: str = ""
-    layer_block: tuple[int, ...] = Field((1,), min_length=1)
-    sink_tokens: tuple[int, ...] = Field((4,), min_length=1)
+    layer_block: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
+    sink_tokens: tuple[Annotated[int, Field(ge=0)], ...] = Field((4,), min_length=1)
     raw_layers: tuple[tuple[int, ...], ...] = Field(((),), min_length=1)
 
 
@@ -78,6 +78,13 @@ class SpaceConfig(_Text):
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"names of families must differ, but {', '.join(map(repr, twice))} is used more than once")
         return families
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        names = [f.name for f in self.families]
+        if unknown := next((name for name in self.only if name not in names), None):
+            raise ValueError(did_you_mean(unknown, names, "family"))
+        return self
 
     @property
     def wanted(self) -> tuple[Family, ...]:

@@ -69,10 +69,7 @@ class Journal:
             raise
 
     def _begin(self, header: Header) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError("another search is writing this journal; wait for it", str(self.path)) from error
+        _lock(self._file, self.path)
         self._file.seek(0)
         data = self._file.read()
         lines = data[: data.rfind(b"\n") + 1].splitlines()
@@ -104,6 +101,7 @@ class Journal:
         for name in ("space", "seed", "about"):
             here, there = getattr(wanted, name), getattr(found, name)
             if here != there:
+                here, there = _apart(here, there)
                 message = f"the journal is of another search: its {name!r} is {there!r}, here it is {here!r}"
                 raise ConfigError(f"{message}; name another file, or search as before", str(self.path))
 
@@ -140,6 +138,37 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _apart(here: Any, there: Any) -> tuple[Any, Any]:
+    """Of two mappings, what differs."""
+    if not isinstance(here, dict) or not isinstance(there, dict):
+        return here, there
+    keys = {k for k in here.keys() | there.keys() if here.get(k) != there.get(k)}
+    return {k: v for k, v in here.items() if k in keys}, {k: v for k, v in there.items() if k in keys}
+
+
+def forget(path: Path) -> None:
+    """Remove a journal, if there is one.
+
+    Raises:
+        ConfigError: another search is writing it, or it cannot be removed.
+    """
+    try:
+        with path.open("rb") as file:
+            _lock(file, path)
+            path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"the old journal cannot be removed: {error}", str(path)) from error
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError("another search is writing this journal; wait for it", str(path)) from error
 
 
 def _encoded(entry: Header | Estimated | Measured) -> bytes:

@@ -6,9 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from math import isfinite, prod
+from typing import Any, get_args
 
-from kvserve_core.component import ComponentSpec, Kind, TunableSpec, tunables
+from pydantic import ValidationError
+
+from kvserve_core.component import ComponentSpec, Kind, TunableSpec, config_error, tunables
 from kvserve_core.errors import ConfigError, did_you_mean
 from kvserve_core.profiling.families import ARTEFACT, FIELD, OF, TIMES, TRY
 from kvserve_core.profiling.point import Value, Values
@@ -17,6 +20,8 @@ STEPS = 8
 """Values tried of a range."""
 DIGITS = 3
 """Significant digits of a value in a range: a name a person can read."""
+MOST = 100_000
+"""Configurations of one component, and chains of one sequence of components, that are spelt out."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +53,55 @@ class Names:
 
 
 def grid(spec: TunableSpec, whole: bool = False) -> tuple[Any, ...]:
-    """What is tried of a tunable field: its choices, or ``STEPS`` values of its range; ``whole`` rounds them."""
+    """What is tried of a tunable field: its choices, or ``STEPS`` values of its range; ``whole`` rounds them.
+
+    Raises:
+        ConfigError: a pipeline cannot be written down with such values.
+    """
     if spec.low is None or spec.high is None:
-        return spec.choices
+        return tuple(_written(choice) for choice in spec.choices)
     low, high = spec.low, spec.high
     at = [i / (STEPS - 1) for i in range(STEPS)]
     values = [low * (high / low) ** t if spec.log else low + (high - low) * t for t in at]
+    if not all(map(isfinite, values)):
+        raise ConfigError(f"the range from {low} to {high} cannot be cut; give it finite ends that are less far apart")
     inner = [round(v) if whole else float(f"{v:.{DIGITS}g}") for v in values]
     return tuple(dict.fromkeys(min(max(v, low), high) for v in inner))
+
+
+def _written(choice: Any) -> Any:
+    """The choice, if JSON can hold it."""
+    try:
+        json.dumps(choice, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ConfigError(f"the choice {choice!r} is no JSON value; offer numbers, text, booleans or lists") from None
+    return choice
+
+
+def _offered(spec: TunableSpec, annotation: Any, dimension: str) -> list[Option]:
+    """What a field that is not written is searched over."""
+    kinds = get_args(annotation) or (annotation,)
+    try:
+        return _choices(grid(spec, int in kinds and float not in kinds), dimension)
+    except ConfigError as error:
+        raise error.under(dimension) from None
+
+
+def require_few(ways: Sequence[Sequence[Option]], where: str) -> None:
+    """That all combinations can be spelt out.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if (count := prod(map(len, ways))) > MOST:
+        raise ConfigError(f"{count} combinations are too many to list; give fewer values with '$try'", where)
 
 
 def component(kind: Kind, pattern: ComponentSpec, prefix: str, names: Names) -> list[Option]:
     """Every configuration of a component; bodies are ``{"name": ..., "configuration": {...}}``.
 
     Raises:
-        ConfigError: a field that it does not have, or a pattern that says nothing.
+        ConfigError: a field that it does not have, a pattern that says nothing, or too many configurations.
     """
     config = names.config(kind, pattern.name)
     offered, fields = tunables(config), config.model_fields
@@ -72,9 +111,10 @@ def component(kind: Kind, pattern: ComponentSpec, prefix: str, names: Names) -> 
     ways = [
         _given(kind, pattern.configuration[f], f"{prefix}.{f}", names)
         if f in pattern.configuration
-        else _choices(grid(offered[f], fields[f].annotation is int), f"{prefix}.{f}")
+        else _offered(offered[f], fields[f].annotation, f"{prefix}.{f}")
         for f in open_fields
     ]
+    require_few(ways, prefix)
     found: dict[str, Option] = {}
     for chosen in product(*ways):
         kept = _active(dict(zip(open_fields, chosen, strict=True)), offered)
@@ -98,16 +138,28 @@ def _given(kind: Kind, value: Any, where: str, names: Names) -> list[Option]:
     if not isinstance(value, Mapping):
         return [Option(value)]
     if "name" in value:
-        return component(kind, ComponentSpec.model_validate(value), where, names)
+        return component(kind, _component(value, where), where, names)
     if ARTEFACT in value:
         return [Option(names.artefact(str(value[ARTEFACT]), str(value.get(FIELD, "digest"))))]
     if OF in value:
-        factors = _list(value, TIMES, where)
-        made = [Option(Multiple(str(value[OF]), float(f))) for f in factors]
+        made = [Option(Multiple(str(value[OF]), _factor(f, where))) for f in _list(value, TIMES, where)]
         return [Option(o.body, ((where, o.body.factor),)) for o in made] if len(made) > 1 else made
     if TRY in value:
         return _choices(_list(value, TRY, where), where)
     return [Option(dict(value))]
+
+
+def _component(value: Mapping[str, Any], where: str) -> ComponentSpec:
+    try:
+        return ComponentSpec.model_validate(value)
+    except ValidationError as error:
+        raise config_error(error, ComponentSpec, value).under(where) from None
+
+
+def _factor(value: Any, where: str) -> float:
+    if not isinstance(value, (int, float)) or not isfinite(value):
+        raise ConfigError(f"{TIMES!r} needs numbers to multiply by, got {value!r}", where)
+    return float(value)
 
 
 def _list(value: Mapping[str, Any], key: str, where: str) -> Sequence[Any]:

@@ -58,10 +58,13 @@ def search(
     would have proposed, and takes from the journal what is in there.
 
     Raises:
-        KVServeError: every measurement of the cold start failed; the message is that of the first.
+        KVServeError: no candidate can be encoded, or every measurement of the cold start failed; the message is that
+            of the first.
     """
     run = _Run(points, executor, journal, progress)
     estimates = run.estimates()
+    if estimates and all(e.error for e in estimates):
+        raise KVServeError(f"none of the {len(estimates)} candidates can be encoded; the first: {estimates[0].error}")
     state = Search(points, [e.cr for e in estimates], options)
     while not (reason := state.stopped()):
         state.tell(run.measurements(state.ask(batch), state))

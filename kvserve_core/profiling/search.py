@@ -64,6 +64,8 @@ class Options:
             ("decay", self.decay, 0 <= self.decay <= 1, "in [0, 1]"),
             ("prune", self.prune, 0 < self.prune <= 1, "in (0, 1]"),
             ("patience", self.patience, self.patience >= 0, "at least 0"),
+            ("worth", self.worth, self.worth >= 0, "at least 0"),
+            ("seed", self.seed, 0 <= self.seed < 2**32, "from 0 to 2^32 - 1"),
         ):
             if not good:
                 raise ConfigError(f"must be {wanted}, got {value!r}", name)

@@ -70,12 +70,9 @@ class FamilySpace:
 
     def _point(self, options: Sequence[Option]) -> Point:
         *chains, layer_block, sinks, raw = options
-        spec = PipelineSpec(
-            planes=dict(zip(self.planes, (c.body for c in chains), strict=True)),
-            layer_block=layer_block.body,
-            sink_tokens=sinks.body,
-            raw_layers=raw.body,
-        )
+        planes = dict(zip(self.planes, (c.body for c in chains), strict=True))
+        beside = {"layer_block": layer_block.body, "sink_tokens": sinks.body, "raw_layers": raw.body}
+        spec = PipelineSpec.parse({"planes": planes} | beside, f"families.{self.name}")
         values = merged([(("family", self.name),), *(option.values for option in options)])
         return Point(values, spec, self._label(values))
 

@@ -8,6 +8,8 @@ from math import isfinite
 from time import perf_counter
 from typing import Generic, TypeVar
 
+import msgspec
+
 from kvserve_core.profiling.point import Estimate, Measurement, Objective, Point
 
 T = TypeVar("T")
@@ -45,7 +47,12 @@ def _measure(objective: Objective, point: Point) -> Measurement:
     found = next(iter(objective.measure([point])))
     if found.key != point.key:
         raise ValueError(f"the objective measured {found.key!r} when asked for {point.key!r}")
-    return found
+    if not found.error and not found.cr > 0:
+        raise ValueError(f"the objective measured a ratio of {found.cr}")
+    try:
+        return msgspec.json.decode(msgspec.json.encode(found), type=Measurement)  # as a journal will read it
+    except msgspec.ValidationError as error:  # of NaN and Inf, which JSON does not have
+        raise ValueError(f"the objective measured something that cannot be kept: {error}") from error
 
 
 def _no_measurement(point: Point, reason: str, seconds: float) -> Measurement:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
+
+import msgspec
 
 from kvserve_core.latency import Line, threshold
 from kvserve_core.library import RAW_PROFILE, Profile, ProfileLibrary, QualityRecord
@@ -13,6 +16,8 @@ from kvserve_core.profile import Chain, PipelineSpec
 
 KINDS = ("transform", "quantizer", "codec")
 NO_TRANSFORM = "none"
+MOST_RATIO = 1e6
+"""As a profile may have."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,14 @@ def _row(profile: Profile, workload: str, nbytes: float, raw: Line) -> Row:
 
 
 def _steps(trace: Any) -> Iterator[Step]:
+    """The rows of a trace that can be read: provenance is free text, and its author may mean something else by it."""
     for row in trace if isinstance(trace, Sequence) and not isinstance(trace, str) else ():
-        if isinstance(row, Mapping):
-            cr, quality, low, high = (float(row.get(key, 0.0)) for key in ("cr", "quality", "low", "high"))
-            error, chains = str(row.get("error", "")), dict(row.get("chains", {}))
-            yield Step(str(row.get("name", "")), cr, quality, low, high, error, chains)
+        try:
+            step = msgspec.convert(row, Step)
+        except msgspec.ValidationError:
+            continue
+        if 0 <= step.cr <= MOST_RATIO and all(map(isfinite, (step.quality, step.low, step.high))):
+            yield step
 
 
 def _gains(steps: Sequence[Step], rows: Sequence[Row], floor: float) -> Iterator[Gain]:
@@ -131,6 +139,8 @@ def _names(chain: Chain) -> list[str]:
 
 
 def _components(chain: str) -> list[tuple[str, str]]:
+    if " + " not in chain:
+        return []
     *transforms, quantizer, codec = chain.split(" + ")
     named = [("transform", name) for name in transforms or [NO_TRANSFORM]]
     return [*named, ("quantizer", quantizer), ("codec", codec)]

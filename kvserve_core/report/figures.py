@@ -12,6 +12,8 @@ from kvserve_core.report.data import KINDS, Report, best_so_far, frontier
 GBPS = 1.25e8
 """Bytes/s."""
 LOW, HIGH, POINTS = 0.01, 1000.0, 300
+LEGEND = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "fontsize": "x-small", "ncols": 2}
+"""Below the axes: names of pipelines are long."""
 GREY, BLUE, RED = "#8a8a8a", "#1f5fa8", "#b3261e"
 
 
@@ -27,7 +29,7 @@ def ratio_against_quality(axes: Any, report: Report) -> None:
     if points:
         axes.plot(*zip(*points, strict=True), color=BLUE, linewidth=1, label="library, with 95 % intervals")
     axes.axvline(report.floor, linestyle=":", color=RED, label=f"floor {report.floor:g}")
-    axes.set(xlabel=f"quality on {report.workload!r}, relative to uncompressed KV", ylabel="compression ratio")
+    axes.set(xlabel=f"quality on '{plain(report.workload)}', relative to uncompressed KV", ylabel="compression ratio")
     axes.set_yscale("log")
     axes.legend(fontsize="small")
 
@@ -46,7 +48,7 @@ def latency_over_bandwidth(axes: Any, report: Report) -> None:
     axes.set(
         xlabel="bandwidth (Gbps)", ylabel=f"ms for {report.nbytes / 2**20:g} MiB of KV", xscale="log", yscale="log"
     )
-    axes.legend(fontsize="small", ncols=2)
+    axes.legend(**LEGEND)
 
 
 def search_trace(axes: Any, report: Report) -> None:
@@ -66,11 +68,16 @@ def stage_gains(axes: Any, report: Report) -> None:
     gains = [g for kind in reversed(KINDS) for g in reversed(report.gains) if g.kind == kind]
     shades = dict(zip(KINDS, ("#1f5fa8", "#5a9367", "#b8860b"), strict=True))
     axes.barh(range(len(gains)), [g.cr for g in gains], color=[shades[g.kind] for g in gains])
-    axes.set_yticks(range(len(gains)), [f"{g.component} ({g.tried})" for g in gains], fontsize="small")
+    axes.set_yticks(range(len(gains)), [f"{plain(g.component)} ({g.tried})" for g in gains], fontsize="small")
     for kind, colour in shades.items():
         axes.bar([0], [0], color=colour, label=kind)
     axes.set(xlabel=f"highest ratio at quality {report.floor:g} (number of pipelines)")
     axes.legend(fontsize="small", loc="lower right")
+
+
+def plain(text: str) -> str:
+    """Text of others for a figure: a ``$`` in it begins no formula."""
+    return text.replace("$", r"\$")
 
 
 FIGURES: dict[str, tuple[str, Callable[[Any, Report], None]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -66,9 +66,8 @@ def write_png(report: Report, out: Path) -> None:
     names = shown(report)
     height = -(-len(names) // 2)
     plots = pyplot()
-    figure, grid = plots.subplots(
-        height, 2, figsize=(2 * SIZE[0], height * SIZE[1]), layout="constrained", squeeze=False
-    )
+    size = (2 * SIZE[0], height * SIZE[1])
+    figure, grid = plots.subplots(height, 2, figsize=size, layout="constrained", squeeze=False)
     for axes, name in zip(grid.flat, names, strict=False):
         FIGURES[name][1](axes, report)
         axes.set_title(FIGURES[name][0])
@@ -101,7 +100,8 @@ def _facts(report: Report) -> Iterable[tuple[str, str]]:
     for key in ("candidates", "evaluations", "stopped", "seed", "rank_correlation", "wall_s", "cpu_s"):
         if (value := report.search.get(key)) is not None:
             yield key.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value)
-    for name, size in dict(report.search.get("families", {})).items():
+    families = report.search.get("families")
+    for name, size in families.items() if isinstance(families, Mapping) else ():
         yield f"family {name}", f"{size} candidates"
 
 

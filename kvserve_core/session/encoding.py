@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvserve_core.errors import KVServeError, UnsupportedSpecError
+from kvserve_core.errors import UnsupportedSpecError
 from kvserve_core.launched import Launched
 from kvserve_core.metrics import Counters
 from kvserve_core.pipeline import Pipeline
@@ -49,7 +49,7 @@ class Encoding:
 
     def run(self, source: Source, planned: Sequence[Planned], event: Event | None) -> None:
         """Encode what became final with ``event``. Stops where the source is closed."""
-        if event is not None:
+        if event is not None and source.closed is None:
             event.synchronize()  # gathering would wait for it anyhow; the engine's own work is no time of encoding
         ahead = 0 if self._lane.device.type == "cpu" else 1  # on a CPU nothing goes on in the background
         started, waiting = time.perf_counter(), deque[_Batch]()
@@ -67,7 +67,7 @@ class Encoding:
             data = [(p, self._gathered(source, p.at)) for p in planned]
             try:
                 launched = source.pipeline.launch(data)
-            except (KVServeError, RuntimeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001  # a codec may raise anything; the segments must still arrive
                 launched = source.pipeline.launch(_raw(data, error))
             return _Batch(data, launched, self._lane.mark())
 
@@ -86,7 +86,7 @@ class Encoding:
         on_device = there and pipeline.device.type != "cpu"
         try:
             segments = batch.launched.finish(on_device)
-        except (KVServeError, RuntimeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  # as above
             segments = pipeline.encode(_raw(batch.data, error), on_device)
         # What a stage refused, or what compressing would not make smaller.
         refused = sum(s.chain != p.chain for s, (p, _) in zip(segments, batch.data, strict=True))

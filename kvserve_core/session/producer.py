@@ -167,7 +167,7 @@ class Producer:
         while (job := self._jobs.get()) is not None:
             try:
                 self._encode(job)
-            except Exception as error:  # noqa: BLE001  # the engine goes on whatever one request's data does
+            except BaseException as error:  # noqa: BLE001  # whatever one request's data does, SystemExit too
                 self._fail(job.source, f"{type(error).__name__}: {error}")
 
     def _encode(self, job: _Job) -> None:

@@ -72,7 +72,8 @@ class NvcompCodec(Codec):
     _slots: Tensor
 
     def bind(self, at: Region, spec: KVSpec, device: torch.device, artefacts: Artefacts) -> Self:
-        """Load the library and allocate scratch for one batch; a larger batch grows it once.
+        """Load the library. Scratch for a batch of codes comes with the first that is encoded, on the stream of that;
+        a larger one grows it.
 
         Raises:
             UnavailableComponentError: no GPU, or no nvCOMP.
@@ -81,8 +82,7 @@ class NvcompCodec(Codec):
         if device.type != "cuda":
             raise UnavailableComponentError(f"nvCOMP works on an NVIDIA GPU, not on {device.type!r}; use 'zstd' there")
         bound._calls, bound._device, bound._plans = NvcompCalls(self.variant), device, {}
-        chunks = -(-self.config.batch_bytes // self.config.chunk_bytes)
-        bound._slots = bound._bytes(chunks * bound._calls.chunk_bound(self.config.chunk_bytes))
+        bound._slots = bound._bytes(0)
         return bound
 
     def bound(self, part: Part) -> int:
@@ -104,7 +104,8 @@ class NvcompCodec(Codec):
         from kvserve_plugins.kernels.nvcomp_kernels import BLOCK, pack_kernel  # Triton comes with a CUDA build of torch
 
         if plan.room > self._slots.numel():
-            self._slots = self._bytes(plan.room)
+            chunks = -(-self.config.batch_bytes // self.config.chunk_bytes)
+            self._slots = self._bytes(max(plan.room, chunks * self._calls.chunk_bound(self.config.chunk_bytes)))
         call = plan.kept.get((where, self._slots.data_ptr()), lambda: self._chunks(plan, where))
         sizes, status, temp = self._scratch(plan, "Compress")
         first = call.data_ptr()

@@ -104,8 +104,9 @@ class HarnessModel(LM):
     def _held(self, prompt: tuple[int, ...]) -> Iterator[str]:
         key = self._keys.get(prompt)
         if key is None:
-            key = self._keys[prompt] = f"lm-eval-{next(_NUMBERS)}"
+            key = f"lm-eval-{next(_NUMBERS)}"
             self._engine.prefill(key, prompt[:-1])
+            self._keys[prompt] = key
         if self.roundtrip is None:
             yield key
             return

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from kvserve_core.spec import Region
 
 I64 = NDArray[np.int64]
 ALIGN = 16
@@ -202,3 +205,14 @@ def pieces(groups: NDArray[np.int32], tiles: int, programs: int) -> tuple[NDArra
     group = np.searchsorted(ends, cuts[:-1], side="right")
     table = np.stack((cuts[:-1], cuts[1:], groups[group, 2], groups[group, 3]), 1)
     return table.astype(np.int32), np.searchsorted(cuts, borders).astype(np.int32)
+
+
+def place_of(at: Region) -> tuple[int, str, tuple[int, ...], tuple[int, ...]]:
+    """What of a region its stages are bound to."""
+    return at.group, at.plane, at.layers, at.heads
+
+
+@lru_cache(maxsize=256)
+def shell(values: int) -> Tensor:
+    """So many codes without memory, for a part that is coded already."""
+    return torch.empty(values, dtype=torch.uint8, device="meta")

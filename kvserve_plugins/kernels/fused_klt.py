@@ -21,7 +21,7 @@ from kvserve_core.stages import Fused, Fusion, Quantizer, Transform
 from kvserve_core.tensor import Params, Part, Quantized
 from kvserve_plugins.kernels import rope
 from kvserve_plugins.kernels.basis import Basis
-from kvserve_plugins.kernels.fused_jobs import starts
+from kvserve_plugins.kernels.fused_jobs import place_of, starts
 from kvserve_plugins.kernels.fused_rotation import available
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class Projection(Fusion):
     def __init__(self, step: float, spec: KVSpec, device: torch.device) -> None:
         self._step, self._spec, self._device, self._exact = step, spec, device, device.type != "cuda"
         self._places: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], Placed] = {}
-        self._products: dict[int, Product] = {}
+        self._products: dict[int, tuple[Basis, Product]] = {}
+        """By the basis' id, which is its own as long as it is kept here."""
         self._limit: float | None = None
         self._angles: dict[tuple[PlanePart, bool], tuple[Tensor, Tensor]] = {}
 
@@ -117,13 +118,13 @@ class Projection(Fusion):
             return False
         self._limit = klt.config.drift_limit
         products = tuple(self._product(b) for b in klt.bases)
-        self._places[_key(at)] = Placed(products, klt.each, plane.dim, part, (len(at.layers), len(at.heads)))
+        self._places[place_of(at)] = Placed(products, klt.each, plane.dim, part, (len(at.layers), len(at.heads)))
         return True
 
     def _product(self, basis: Basis) -> Product:
         if id(basis) not in self._products:
-            self._products[id(basis)] = _prepared(len(self._products), basis, self._step)
-        return self._products[id(basis)]
+            self._products[id(basis)] = basis, _prepared(len(self._products), basis, self._step)
+        return self._products[id(basis)][1]
 
     def takes(self, x: Tensor, at: Region) -> bool:
         """Contiguous, aligned, of one cell at most."""
@@ -131,7 +132,7 @@ class Projection(Fusion):
 
     def encode(self, batch: Sequence[tuple[Region, Tensor]]) -> Sequence[Fused]:
         """A product for each basis; what is per batch, once."""
-        placed = [self._places[_key(at)] for at, _ in batch]
+        placed = [self._places[place_of(at)] for at, _ in batch]
         tokens = np.array([at.num_tokens for at, _ in batch], np.int64)
         begin = starts(np.array([p.rank for p in placed], np.int64) * tokens).tolist()
         codes = torch.empty(begin[-1], dtype=torch.uint8, device=self._device)
@@ -183,14 +184,14 @@ class Projection(Fusion):
         """Whether it is one stream of bytes of this place's components."""
         if len(stages) != 2 or any(stages) or len(parts) != 1 or not 0 < at.num_tokens <= CELL:
             return False
-        length = self._places[_key(at)].rank * at.num_tokens
+        length = self._places[place_of(at)].rank * at.num_tokens
         return (parts[0].length, parts[0].width, parts[0].alphabet) == (length, 1, NARROW)
 
     def decode(
         self, batch: Sequence[tuple[Region, Sequence[Params], Sequence[Tensor]]]
     ) -> tuple[Sequence[Tensor], Tensor]:
         """A product for each basis."""
-        placed = [self._places[_key(at)] for at, _, _ in batch]
+        placed = [self._places[place_of(at)] for at, _, _ in batch]
         base = batch[0][2][0]
         out = [
             torch.empty((*p.shape, at.num_tokens, p.dim), dtype=torch.bfloat16, device=self._device)
@@ -290,7 +291,3 @@ def _tiles(x: Tensor, rows: int, columns: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(x, [rows, columns])
-
-
-def _key(at: Region) -> tuple[int, str, tuple[int, ...], tuple[int, ...]]:
-    return at.group, at.plane, at.layers, at.heads

@@ -8,7 +8,6 @@ for that rounding to be lost in theirs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from kvserve_core.payload import PartMeta
 from kvserve_core.spec import DType, KVSpec, Region
 from kvserve_core.stages import Codec, Fused, Fusion, Quantizer, Transform
 from kvserve_core.tensor import Encoded, Params, Part, Quantized
-from kvserve_plugins.kernels.fused_jobs import JobTable
+from kvserve_plugins.kernels.fused_jobs import JobTable, place_of, shell
 from kvserve_plugins.kernels.fused_launch import (
     CELL,
     Pages,
@@ -82,6 +81,7 @@ class Rotation(Fusion):
         self._spec, self._device, self._exact = spec, device, device.type != "cuda"
         self._places: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], Placed] = {}
         self._plans: dict[Any, Plan] = {}
+        self._sizes: dict[int, Tensor] = {}
         self._tables = Tables(seed, device)
 
     def bind(self, at: Region, transforms: Sequence[Transform], quantizer: Quantizer) -> bool:
@@ -97,16 +97,20 @@ class Rotation(Fusion):
             return False
         row = self._tables.add(at, plane.dim)
         heads = len(at.layers), len(at.heads)
-        self._places[_key(at)] = Placed(row, heads, plane.dim, streams, part if self._derope else None)
+        self._places[place_of(at)] = Placed(row, heads, plane.dim, streams, part if self._derope else None)
         return True
 
     def takes(self, x: Tensor, at: Region) -> bool:
-        """Contiguous, aligned, and for two codes a byte an even number of rows."""
-        rows = x.shape[0] * x.shape[1] * x.shape[2]
-        fits = at.num_tokens <= CELL if self._channel else True
-        if self.with_codec:  # halves of a head at other positions than their partners' need even heads
-            fits = rows % 2 == 0 and (not self._derope or x.shape[0] * x.shape[1] % 2 == 0)
-        return fits and rows > 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
+        """Contiguous, aligned, and a shape that the kernels have."""
+        heads = x.shape[0] * x.shape[1]
+        return self._fits(heads, at.num_tokens) and x.is_contiguous() and x.data_ptr() % 16 == 0
+
+    def _fits(self, heads: int, tokens: int) -> bool:
+        """By channel one cell at most. Two codes a byte are of rows r and r + half of all rows: an even number of them,
+        and, as both are then turned by the same angles, of heads where positions count."""
+        if not heads * tokens or (self._channel and tokens > CELL):
+            return False
+        return not self.with_codec or (heads if self._derope else heads * tokens) % 2 == 0
 
     def encode(self, batch: Sequence[tuple[Region, Tensor]]) -> Sequence[Fused]:
         """One launch for segments of one head size (mixed ones come in several)."""
@@ -126,7 +130,7 @@ class Rotation(Fusion):
         pages: Pages,
     ) -> Tensor:  # fmt: skip
         """As :meth:`decode`, straight into an engine's blocks. Where the bool is False, wrong values are left there."""
-        placed = [self._places[_key(at)] for at, *_ in batch]
+        placed = [self._places[place_of(at)] for at, *_ in batch]
         return self._decoded(batch, placed, heads, pages)
 
     def _encode(self, batch: Sequence[tuple[Region, Tensor]], placed: Sequence[Placed]) -> list[Fused]:
@@ -162,8 +166,8 @@ class Rotation(Fusion):
                 params[s.prefix + "scale"] = grids.as_strided(shape, strides, plan.table.param_count + param)
                 if self.with_codec:
                     data = codes.as_strided((values // 2,), (1,), code)
-                    encoded.append(Encoded(data, _size(values // 2, self._device)))
-                    parts.append(Part(_shell(values), s.levels, heads))
+                    encoded.append(Encoded(data, self._size(values // 2)))
+                    parts.append(Part(shell(values), s.levels, heads))
                 else:
                     parts.append(Part(codes.as_strided((values,), (1,), code), s.levels, heads))
             stages = [*(_NOTHING for _ in range(1 + self._derope)), params]
@@ -172,12 +176,18 @@ class Rotation(Fusion):
             )
         return made
 
+    def _size(self, nbytes: int) -> Tensor:
+        """Bytes of a stream, on the device; made on the stream that uses it."""
+        if nbytes not in self._sizes:
+            self._sizes[nbytes] = torch.full((), nbytes, dtype=torch.int64, device=self._device)
+        return self._sizes[nbytes]
+
     def reads(self, stages: Sequence[Params], parts: Sequence[PartMeta], at: Region) -> bool:
         """Whether parameters and streams are exactly what this chain makes at this place."""
-        placed = self._places[_key(at)]
+        placed = self._places[place_of(at)]
         if len(stages) != 2 + self._derope or any(stages[:-1]) or len(parts) != len(placed.streams):
             return False
-        if (self._channel and at.num_tokens > CELL) or at.num_tokens == 0:
+        if not self._fits(placed.heads[0] * placed.heads[1], at.num_tokens):
             return False
         names = set()
         for s, part in zip(placed.streams, parts, strict=True):
@@ -276,7 +286,7 @@ class Rotation(Fusion):
 
     def _by_kind(self, batch: Sequence[Any], run: Any) -> list[Any]:
         """``run`` for each kind of place, results in the order of the batch."""
-        placed = [self._places[_key(at)] for at, *_ in batch]
+        placed = [self._places[place_of(at)] for at, *_ in batch]
         kinds: dict[Any, list[int]] = {}
         for i, p in enumerate(placed):
             kinds.setdefault((p.dim, p.part), []).append(i)
@@ -286,17 +296,3 @@ class Rotation(Fusion):
         for members in kinds.values():
             out.update(zip(members, run([batch[i] for i in members], [placed[i] for i in members]), strict=True))
         return [out[i] for i in range(len(batch))]
-
-
-def _key(at: Region) -> tuple[int, str, tuple[int, ...], tuple[int, ...]]:
-    return at.group, at.plane, at.layers, at.heads
-
-
-@lru_cache(maxsize=256)
-def _shell(values: int) -> Tensor:
-    return torch.empty(values, dtype=torch.uint8, device="meta")
-
-
-@lru_cache(maxsize=256)
-def _size(nbytes: int, device: torch.device) -> Tensor:
-    return torch.full((), nbytes, dtype=torch.int64, device=device)

@@ -123,12 +123,11 @@ def decode_kernel(
                 right = tl.load(source + half, mask=real[:, None], other=0)
             else:
                 left, right = tl.load(source), tl.load(source + half)
-            top = tl.load(job + 1).to(tl.float32)
             flag = ok + tl.load(job + 5)
             if channel:
                 where = grids + tl.load(job + 3) + c
-                a, shift_a, bad_a = _scaled(left, h, where, plane, norm, top, exact)
-                b, shift_b, bad_b = _scaled(right, h, where + half, plane, norm, top, exact)
+                a, shift_a, bad_a = _scaled(left, h, where, plane, norm, exact)
+                b, shift_b, bad_b = _scaled(right, h, where + half, plane, norm, exact)
                 x, y = (a + b) * norm + (shift_a + shift_b)[None, :], (a - b) * norm + (shift_a - shift_b)[None, :]
                 tl.store(flag, 0, mask=bad_a | bad_b)
             else:
@@ -140,7 +139,7 @@ def decode_kernel(
                 constant = (lo - 128.0 * scale) * (norm * dim)
                 x = x * (scale * norm)[:, None] + tl.where((c == 0)[None, :], constant[:, None], 0.0)
                 y = y * (scale * norm)[:, None]
-                bad = real & ((tl.maximum(lo + top * scale, -lo) <= TOP) == 0)
+                bad = real & (((tl.abs(lo) + 256.0 * scale) * dim <= TOP) == 0)  # the sums before the norm, too
                 tl.store(flag + tl.zeros_like(token), tl.zeros_like(token).to(tl.uint8), mask=bad)
             x, y = finished(x, y, sign_a, sign_b, job, token, cos, sin, half, rope, exact)
             there = t % tiles * rows + sixteens(rows)
@@ -150,10 +149,10 @@ def decode_kernel(
 
 
 @triton.jit
-def _scaled(codes, h, where, plane, norm, top, exact: tl.constexpr):
-    """Half the channels' share of the sums, what their minima add to it, and whether a grid ends too high."""
+def _scaled(codes, h, where, plane, norm, exact: tl.constexpr):
+    """Half the channels' share of the sums, what their minima add to it, and whether the sums may be too high."""
     lo, scale = tl.load(where).to(tl.float32), tl.load(where + plane).to(tl.float32)
     matrix = (h.to(tl.float32) * scale[:, None]).to(tl.bfloat16)
     sums = product(widened(codes, exact) - 128.0, matrix, exact)
     shift = tl.sum(h.to(tl.float32) * lo[:, None], 0) * norm
-    return sums, shift, tl.max(tl.maximum(lo + top * scale, -lo), 0) > TOP
+    return sums, shift, tl.max((tl.abs(lo) + 256.0 * scale) * (2.0 * h.shape[0]), 0) > TOP

@@ -131,7 +131,7 @@ def decode_kernel(
                 _columns(
                     a, b, g, bits, factor, 0, into, real, job, token, cos, sin, 32, rows, half, rope, ragged, exact
                 )
-            bad = (tl.maximum(lo + 15.0 * scale, -lo) <= TOP) == 0
+            bad = ((tl.abs(lo) + 256.0 * scale) * dim <= TOP) == 0  # the sums before the norm, too
             bad = bad & (token < tl.load(job + 6)) if ragged else bad
             clear(ok + tl.load(job + 5) + tl.zeros_like(token), bad, exact)
 

@@ -25,6 +25,17 @@ MOST, LONGEST_S = 2.0**53, 366 * 86400.0
 """Counts and seconds beyond these are in no state that was saved."""
 LEAST = -0.5
 """No residual takes away more than this share of an estimate."""
+Line = tuple[float, float]
+NOTHING: Line = (0.0, 0.0)
+"""The line of an arm whose outcomes were all as expected."""
+Current = tuple[int, float, float, float]
+"""As of which outcome of the place, and until when, a line had faded to which: fixed and per byte."""
+STALE: Current = (-1, 0.0, 0.0, 0.0)
+
+
+def faded(age_s: float) -> float:
+    """How much of what was learned so long ago still counts, from 0 to 1."""
+    return exp(-age_s * _BY_TIME) if age_s > 0.0 else 1.0
 
 
 @dataclass(slots=True)
@@ -33,8 +44,9 @@ class Arm:
 
     count, nbytes, seconds, squares, products: of outcomes, V, the residual, V^2 and their product. seen: outcomes of
     late. deviation: relative, of what came from what was expected. at, time_s: the last outcome, by the place's count
-    and by the clock. fixed_s, s_per_byte: the residual as a line over V. recent: one bit for each late use, the last
-    first. until_s: it cools down until then.
+    and by the clock. line: the residual over V, fixed and per byte; current: what it had faded to. Both are replaced as
+    a whole, for readers without a lock. recent: one bit for each late use, the last first. until_s: it cools down until
+    then.
     """
 
     count: float = 0.0
@@ -46,10 +58,20 @@ class Arm:
     deviation: float = UNKNOWN
     at: int = 0
     time_s: float = 0.0
-    fixed_s: float = 0.0
-    s_per_byte: float = 0.0
+    line: Line = NOTHING
+    current: Current = STALE
     recent: int = 0
     until_s: float = float("-inf")
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds of the residual whatever V is."""
+        return self.line[0]
+
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds of it for each byte."""
+        return self.line[1]
 
     def kept(self, at: int, now: float) -> float:
         """How much of what was learned still counts, from 0 to 1."""
@@ -60,22 +82,57 @@ class Arm:
 
     def residual(self, nbytes: float, kept: float) -> float:
         """Seconds to add to an estimate for V."""
-        return (self.fixed_s + self.s_per_byte * nbytes) * kept
+        fixed_s, s_per_byte = self.line
+        return (fixed_s + s_per_byte * nbytes) * kept
+
+    def corrected(self, latency_s: float, model_s: float, nbytes: float, at: int, now: float) -> float:
+        """An estimate with the residual, of which ``model_s`` is no part."""
+        of, until_s, fixed_s, s_per_byte = self.current
+        if of != at or now >= until_s:
+            kept = self.kept(at, now)
+            fixed_s, s_per_byte = self.line
+            fixed_s, s_per_byte = fixed_s * kept, s_per_byte * kept
+            self.current = (at, now + REFRESH_S, fixed_s, s_per_byte)
+        more_s, least_s = fixed_s + s_per_byte * nbytes, LEAST * (latency_s - model_s)
+        return latency_s + (more_s if more_s > least_s else least_s)
 
     def spread(self, kept: float) -> float:
         """Relative deviation to reckon with."""
         return UNKNOWN + (self.deviation - UNKNOWN) * kept
 
-    def learn(self, nbytes: float, unexplained_s: float, expected_s: float, alpha: float, at: int, now: float) -> None:
-        """One more outcome: what it took beyond ``expected_s``, the estimate without a residual."""
+    def learn(
+        self,
+        nbytes: float,
+        unexplained_s: float,
+        expected_s: float,
+        alpha: float,
+        at: int,
+        now: float,
+        missed_s: float | None = None,
+    ) -> None:
+        """One more outcome: what it took beyond ``expected_s``, the estimate without a residual.
+
+        missed_s: beyond what was estimated when it was chosen, where that is not the same.
+        """
         kept = self.kept(at, now)
-        error = abs(unexplained_s - (self.fixed_s + self.s_per_byte * nbytes) * kept)
-        error /= expected_s if expected_s > 1e-9 else 1e-9
+        fixed_s, s_per_byte = self.line
+        error = (unexplained_s if missed_s is None else missed_s) - (fixed_s + s_per_byte * nbytes) * kept
+        error = abs(error) / (expected_s if expected_s > 1e-9 else 1e-9)
         known = UNKNOWN + (self.deviation - UNKNOWN) * kept
         share = (1.0 - alpha) * kept
         self.deviation = known + alpha * (error - known)
-        self.seen, self.at, self.time_s = 1.0 if error > UNLIKE else self.seen * share + 1.0, at, now
-        self._take(nbytes, unexplained_s, share)
+        self.seen = 1.0 if error > UNLIKE else self.seen * share + 1.0
+        self.at, self.time_s = at, now
+        count = share * self.count
+        if count < FORGOTTEN:  # the prior, until outcomes outweigh it: one outcome as expected
+            count, sizes, squares, all_s, products = 1.0, nbytes, nbytes * nbytes, 0.0, 0.0
+        else:
+            sizes, squares = self.nbytes * share, self.squares * share
+            all_s, products = self.seconds * share, self.products * share
+        self.count, self.nbytes, self.squares = count + 1.0, sizes + nbytes, squares + nbytes * nbytes
+        self.seconds, self.products = all_s + unexplained_s, products + nbytes * unexplained_s
+        self.line = NOTHING if self.seconds == 0.0 == self.products else self._line()
+        self.current = STALE  # for a reader may just have worked it out from the line before
 
     def used(self, late: bool, window: int, limit: int) -> bool:
         """Note a use; whether ``limit`` of the last ``window`` were late. Then the count begins anew."""
@@ -85,59 +142,28 @@ class Arm:
         self.recent = 0
         return True
 
-    def _take(self, nbytes: float, seconds: float, share: float) -> None:
-        """Fade the sums to ``share``, add an outcome, and fit the line.
-
-        What is forgotten is replaced by the prior, until outcomes outweigh it: one outcome as expected.
-        """
-        square, count = nbytes * nbytes, share * self.count
-        if count < FORGOTTEN:
-            self.count, self.nbytes, self.squares = count, sizes, squares = 2.0, nbytes + nbytes, square + square
-            self.seconds, self.products = all_s, products = seconds, nbytes * seconds
-        else:
-            self.count = count = count + 1.0
-            self.nbytes = sizes = self.nbytes * share + nbytes
-            self.seconds = all_s = self.seconds * share + seconds
-            self.squares = squares = self.squares * share + square
-            self.products = products = self.products * share + nbytes * seconds
-        whole = sizes * sizes
-        spread = squares * count - whole
+    def _line(self) -> Line:
+        """Least squares through the sums; where sizes tell nothing apart, nearly all of a latency is per byte."""
+        count, sizes, seconds, whole = self.count, self.nbytes, self.seconds, self.nbytes * self.nbytes
+        spread = self.squares * count - whole
         if spread > MIN_SPREAD * whole:
-            self.s_per_byte = each_s = (products * count - sizes * all_s) / spread
-            self.fixed_s = (all_s - each_s * sizes) / count
-        elif sizes > 0:  # sizes tell nothing apart, and nearly all of a latency is per byte
-            self.s_per_byte, self.fixed_s = all_s / sizes, 0.0
+            each_s = (self.products * count - sizes * seconds) / spread
+            return (seconds - each_s * sizes) / count, each_s
+        return (0.0, seconds / sizes) if sizes > 0 else self.line
 
 
 @dataclass(slots=True)
 class Place:
     """The arms of one bucket and interval. outcomes: seen here. decisions: made here. used_s: when it was last used.
 
-    known: residuals as they had faded at the last ``refresh``, fixed and per byte, which serve until ``stale_s``; it is
-    replaced as a whole, for readers without a lock. cooling_s: until when an arm cools down.
+    cooling_s: until when an arm cools down.
     """
 
     arms: dict[str, Arm] = field(default_factory=dict)
     outcomes: int = 0
     decisions: int = 0
     used_s: float = 0.0
-    known: dict[str, tuple[float, float]] = field(default_factory=dict)
-    stale_s: float = float("-inf")
     cooling_s: float = float("-inf")
-
-    def refresh(self, now: float) -> None:
-        """Bring ``known`` and ``cooling_s`` up to date."""
-        known, cooling_s, outcomes = {}, now, self.outcomes
-        for name, arm in self.arms.items():
-            if seen := arm.seen:  # as ``Arm.kept``, without the cost of a call
-                age_s = now - arm.time_s
-                kept = exp((arm.at - outcomes) * _BY_OTHERS / seen - (age_s * _BY_TIME if age_s > 0.0 else 0.0))
-                if kept > FORGOTTEN:
-                    known[name] = (arm.fixed_s * kept, arm.s_per_byte * kept)
-            if arm.until_s > cooling_s:
-                cooling_s = arm.until_s
-        self.known, self.cooling_s = known, cooling_s
-        self.used_s, self.stale_s = now, now + REFRESH_S
 
 
 Bucket = tuple[str, float | None, str]
@@ -197,10 +223,7 @@ class Memory:
                 "outcomes": place.outcomes,
                 "decisions": place.decisions,
                 "age_s": now - place.used_s,
-                "arms": {
-                    n: asdict(a) | {"time_s": now - a.time_s, "until_s": max(0.0, a.until_s - now)}
-                    for n, a in place.arms.items()
-                },
+                "arms": {name: _dumped(arm, now) for name, arm in place.arms.items()},
             }
             for bucket, place in self.places.items()
         ]
@@ -217,6 +240,7 @@ class Memory:
             outcomes, decisions = (_within(each[name], MOST) for name in ("outcomes", "decisions"))
             arms = {str(n): _arm(a, now, int(outcomes)) for n, a in each["arms"].items()}
             place = Place(arms, int(outcomes), int(decisions), now - _within(each["age_s"], LONGEST_S))
+            place.cooling_s = max((a.until_s for a in arms.values()), default=now)
             places[str(workload), None if floor is None else _within(floor, 1.0), str(interval)] = place
         self.places = places
         self._arms = sum(len(p.arms) for p in places.values())
@@ -234,6 +258,13 @@ def _within(value: Any, most: float) -> float:
     return number
 
 
+def _dumped(arm: Arm, now: float) -> dict[str, Any]:
+    figures = asdict(arm)
+    figures["fixed_s"], figures["s_per_byte"] = figures.pop("line")
+    del figures["current"]
+    return figures | {"time_s": now - arm.time_s, "until_s": max(0.0, arm.until_s - now)}
+
+
 def _arm(given: dict[str, Any], now: float, outcomes: int) -> Arm:
     numbers = {name: float(value) for name, value in given.items()}
     if not all(abs(value) < 1e30 for value in numbers.values()):  # false for NaN too
@@ -241,9 +272,9 @@ def _arm(given: dict[str, Any], now: float, outcomes: int) -> Arm:
     for name in ("count", "nbytes", "squares", "seen", "deviation", "at", "recent"):
         _within(numbers.get(name, 0.0), MOST if name == "at" else 1e30)
     _within(numbers["until_s"], LONGEST_S)
-    arm = Arm()
+    arm = Arm(line=(numbers.pop("fixed_s", 0.0), numbers.pop("s_per_byte", 0.0)))
     for name, value in numbers.items():
-        if name not in Arm.__slots__:
+        if name not in Arm.__slots__ or name in ("line", "current"):
             raise ValueError(f"{name!r} is no figure of an arm")
         setattr(arm, name, value)
     arm.at, arm.recent = int(numbers["at"]), int(numbers["recent"])

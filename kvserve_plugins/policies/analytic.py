@@ -29,15 +29,21 @@ class Analytic(Policy):
 
     config: Config
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._enough = 1.0 - config.min_gain
+
     def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Choice:
         """The first, for candidates come fastest first; or a simpler one, when the gain over it is too small."""
         del context
-        best, enough = 0, 1.0 - self.config.min_gain
-        if enough < 1.0:
-            for i, other in enumerate(candidates):
-                if _simpler(other, candidates[best]) and candidates[best].latency_s > enough * other.latency_s:
-                    best = i
-        return FASTEST if best == 0 else Choice(best, SIMPLER)
+        best, limit_s, enough = 0, candidates[0].latency_s, self._enough
+        for i in range(1, len(candidates)):
+            other = candidates[i]
+            if enough * other.latency_s >= limit_s:  # so is that of all that follow
+                break
+            if _simpler(other, candidates[best]):
+                best, limit_s = i, other.latency_s
+        return Choice(best, SIMPLER) if best else FASTEST
 
 
 def _simpler(other: Candidate, than: Candidate) -> bool:

@@ -22,7 +22,7 @@ from kvserve_core.policy import Candidate, Choice, Decision, Outcome, Policy, Se
 from kvserve_core.pricing import WHOLE
 from kvserve_core.units import Duration
 from kvserve_plugins.policies import _bandit_file
-from kvserve_plugins.policies._arms import LEAST, UNKNOWN, Bucket, Memory, Place
+from kvserve_plugins.policies._arms import HALF_LIFE_S, NOTHING, UNKNOWN, Bucket, Memory, Place, faded
 
 FASTEST = Choice(0, "fastest")
 TOO_LATE = "nothing meets the SLO with what was learned, least violating"
@@ -35,7 +35,7 @@ FALL = 8.0
 class Bandit(Policy):
     """Eq. 1 plus learned residuals, with rare and SLO-safe tries of the envelope's neighbours.
 
-    Thread-safe; ``choose`` takes the lock only in a place that is new or was not brought up to date for some seconds.
+    Thread-safe; ``choose`` takes the lock only in a place that is new.
     """
 
     class Config(ComponentConfig):
@@ -76,7 +76,11 @@ class Bandit(Policy):
         self.memory = Memory(config.max_arms, config.ttl)
         self._random = random.Random(config.seed)
         self._draw = self._random.random
-        self._most, self._alpha = config.epsilon, config.alpha
+        self._most, self._least, self._falling = config.epsilon, config.epsilon_floor, 1.0 / config.epsilon_half_life
+        self._alpha, self._ttl_s = config.alpha, config.ttl
+        self._told: dict[str, float] = {}
+        self._last_told = -inf
+        """When reports held the stages of a profile, and of any."""
         self._lock = threading.Lock()
         self._keeper: _bandit_file.Keeper | None = None
 
@@ -92,38 +96,36 @@ class Bandit(Policy):
 
     def choose(self, context: ServiceContext, candidates: Sequence[Candidate]) -> Choice:
         """The lowest ``T_eff`` among those that do not cool down, or now and then a neighbour of it."""
-        now = self.clock()
+        now, nbytes, model_s = self.clock(), context.nbytes, context.model_s
         bucket = (context.workload, context.min_quality, candidates[0].profile)
         place = self.memory.places.get(bucket)
-        if place is None or now >= place.stale_s:
-            place = self._renew(bucket, now)
+        if place is None or now - place.used_s > self._ttl_s:
+            place = self._new(bucket, now)
         place.decisions += 1
+        place.used_s = now
         if now < place.cooling_s:
             return self._around_cooldowns(context, candidates, place, now)
-        known, best, best_s, nbytes = place.known, 0, candidates[0].latency_s, context.nbytes
-        if known:
-            best_s, model_s = inf, context.model_s
-            for i, candidate in enumerate(candidates):
-                latency_s = candidate.latency_s
-                if (learned := known.get(candidate.profile)) is not None:
-                    more_s, least_s = learned[0] + learned[1] * nbytes, LEAST * (latency_s - model_s)
-                    latency_s += more_s if more_s > least_s else least_s
-                if latency_s < best_s:
-                    best, best_s = i, latency_s
+        best, best_s, arms, outcomes, estimates = 0, inf, place.arms, place.outcomes, []
+        for i, candidate in enumerate(candidates):
+            latency_s = candidate.latency_s
+            arm = arms.get(candidate.profile)
+            if arm is not None and arm.line is not NOTHING:
+                latency_s = arm.corrected(latency_s, model_s, nbytes, outcomes, now)
+            if latency_s < best_s:
+                best, best_s = i, latency_s
+            estimates.append(latency_s)
         chance = self._draw()
         if chance < self._most and chance < self._epsilon(place):
-            tried = self._try(context, candidates, place, best, best_s, now)
+            tried = self._try(context, candidates, estimates, place, best, now)
             if tried is not None:
                 return Choice(tried, "explore")
         if context.slo_s is not None and best_s > context.slo_s:
             return Choice(best, TOO_LATE)
         return Choice(best, "fastest with what was learned") if best else FASTEST
 
-    def _renew(self, bucket: Bucket, now: float) -> Place:
+    def _new(self, bucket: Bucket, now: float) -> Place:
         with self._lock:
-            place = self.memory.place(bucket, now)
-            place.refresh(now)
-        return place
+            return self.memory.place(bucket, now)
 
     def _around_cooldowns(
         self, context: ServiceContext, candidates: Sequence[Candidate], place: Place, now: float
@@ -134,12 +136,14 @@ class Bandit(Policy):
     def observe(self, decision: Decision, outcome: Outcome) -> None:
         """Learn what the model does not explain of a whole fetch, and whether it came too late."""
         name, candidates, context = outcome.profile, decision.candidates, decision.context
-        for chosen in candidates:
-            if chosen.profile == name:
-                break
-        else:
-            return
+        chosen = candidates[0]
+        if chosen.profile != name:
+            others = [c for c in candidates if c.profile == name]
+            if not others:
+                return
+            chosen = others[0]
         nbytes, expected_s, spent_s, slo_s = context.nbytes, outcome.expected_s, outcome.spent_s, context.slo_s
+        estimate_s = chosen.latency_s - context.model_s
         # It failed, or missed an SLO that it was expected to meet.
         late = not outcome.ok or (slo_s is not None and context.model_s + spent_s > slo_s >= chosen.latency_s)
         now = self.clock()
@@ -147,10 +151,13 @@ class Bandit(Policy):
             place, arm = self.memory.arm((context.workload, context.min_quality, candidates[0].profile), name, now)
             if expected_s > 0 and outcome.ok and outcome.raw_bytes >= WHOLE * nbytes:
                 place.outcomes += 1
-                arm.learn(nbytes, spent_s - expected_s, expected_s, self._alpha, place.outcomes, now)
+                missed_s, unexplained_s = spent_s - estimate_s, spent_s - expected_s
+                arm.learn(nbytes, unexplained_s, expected_s, self._alpha, place.outcomes, now, missed_s)
+                if outcome.decode_s > 0 < outcome.transfer_s:
+                    self._told[name] = self._last_told = now
             if (late or arm.recent) and arm.used(late, self.config.window, self.config.violations):
                 arm.until_s = now + self.config.cooldown
-            place.refresh(now)
+                place.cooling_s = max(place.cooling_s, arm.until_s)
         if self._keeper is not None:
             self._keeper.learned(now)
 
@@ -173,35 +180,61 @@ class Bandit(Policy):
         _bandit_file.save(path, self.library, self.memory, self._lock, self.clock())
 
     def _epsilon(self, place: Place) -> float:
-        config = self.config
-        left = float(0.5 ** (place.decisions / config.epsilon_half_life))
-        return config.epsilon_floor + (config.epsilon - config.epsilon_floor) * left
+        floor = self._least
+        return floor + (self._most - floor) * 0.5 ** (place.decisions * self._falling)
 
     def _try(
         self,
         context: ServiceContext,
         candidates: Sequence[Candidate],
+        estimates: Sequence[float],
         place: Place,
         best: int,
-        best_s: float,
         now: float,
     ) -> int | None:
         """A neighbour that may turn out faster than the best and, to be on the safe side, meets the SLO."""
-        limit = inf if context.slo_s is None else context.slo_s
-        worth = []
+        worth, slo_s = [], context.slo_s
         for i in _neighbours(candidates, best):
-            latency_s, spread, _ = _estimate(candidates[i], place, context, now)
-            sends_more = candidates[i].cr < candidates[best].cr
-            at_worst_s = latency_s + (FALL - 1.0) * candidates[i].transfer_s if sends_more else latency_s
-            if latency_s * (1.0 - spread) < best_s and at_worst_s * (1.0 + SURE * spread) <= limit:
+            if i == best:
+                continue
+            neighbour, estimate_s = candidates[i], estimates[i]
+            hopes = self._hopes(neighbour, estimate_s, estimates[best], place, context.model_s, now)
+            if hopes and (slo_s is None or _is_safe(neighbour, estimate_s, candidates[best], place, slo_s, now)):
                 worth.append(i)
         if len(worth) < 2:
             return worth[0] if worth else None
         return worth[self._draw() < 0.5]
 
+    def _hopes(
+        self, candidate: Candidate, estimate_s: float, best_s: float, place: Place, model_s: float, now: float
+    ) -> bool:
+        """Whether a candidate may turn out faster than the best, by what nobody knows of it.
 
-_Estimate = tuple[float, float, bool]
-"""``T_eff``, its relative deviation, and whether the profile cools down."""
+        Where reports hold stages, the controller knows the link, whoever sent over it, and the speeds of what was used
+        of late: what is left is the speeds of the others. Else it is all of the latency but T_model.
+        """
+        if now - self._last_told > HALF_LIFE_S:
+            return estimate_s - (estimate_s - model_s) * _spread(place, candidate.profile, now) < best_s
+        unknown_s = (candidate.encode_s + candidate.decode_s) * UNKNOWN
+        if estimate_s - unknown_s >= best_s:
+            return False
+        known = faded(now - self._told.get(candidate.profile, -inf))
+        return estimate_s - unknown_s * (1.0 - known) < best_s
+
+
+def _is_safe(candidate: Candidate, estimate_s: float, best: Candidate, place: Place, slo_s: float, now: float) -> bool:
+    """Whether it meets the SLO at worst; what sends more than the best, with a link that has fallen unseen.
+
+    Whatever was seen of its estimates, it is tried because something of it is not known.
+    """
+    spread = max(UNKNOWN, _spread(place, candidate.profile, now))
+    if candidate.cr < best.cr:
+        estimate_s += (FALL - 1.0) * candidate.transfer_s
+    return estimate_s * (1.0 + SURE * spread) <= slo_s
+
+
+_Estimate = tuple[float, bool]
+"""``T_eff``, and whether the profile cools down."""
 
 
 def _bucket(decision: Decision) -> Bucket:
@@ -209,19 +242,24 @@ def _bucket(decision: Decision) -> Bucket:
     return (context.workload, context.min_quality, decision.candidates[0].profile)
 
 
+def _spread(place: Place, profile: str, now: float) -> float:
+    """Relative deviation to reckon with in a profile's estimate."""
+    arm = place.arms.get(profile)
+    return UNKNOWN if arm is None else arm.spread(arm.kept(place.outcomes, now))
+
+
 def _estimate(candidate: Candidate, place: Place, context: ServiceContext, now: float) -> _Estimate:
-    latency_s, arm = candidate.latency_s, place.arms.get(candidate.profile)
+    arm = place.arms.get(candidate.profile)
     if arm is None:
-        return latency_s, UNKNOWN, False
-    kept = arm.kept(place.outcomes, now)
-    residual = max(arm.residual(context.nbytes, kept), LEAST * (latency_s - context.model_s))
-    return latency_s + residual, arm.spread(kept), now < arm.until_s
+        return candidate.latency_s, False
+    latency_s = arm.corrected(candidate.latency_s, context.model_s, context.nbytes, place.outcomes, now)
+    return latency_s, now < arm.until_s
 
 
 def _best(estimates: Sequence[_Estimate], slo_s: float | None) -> tuple[int, str]:
     """The lowest ``T_eff`` of those that do not cool down; of all of them when those would miss the SLO, or all do."""
     everyone = range(len(estimates))
-    ready = [i for i in everyone if not estimates[i][2]]
+    ready = [i for i in everyone if not estimates[i][1]]
     fastest = min(everyone, key=lambda i: estimates[i][0])
     if not ready:
         return fastest, "all candidates cool down, fastest"
@@ -233,13 +271,13 @@ def _best(estimates: Sequence[_Estimate], slo_s: float | None) -> tuple[int, str
     return fastest, TOO_LATE
 
 
-def _neighbours(candidates: Sequence[Candidate], best: int) -> list[int]:
-    """Those with the next higher and the next lower ratio: at most two."""
-    cr = candidates[best].cr
-    above = below = -1
+def _neighbours(candidates: Sequence[Candidate], best: int) -> tuple[int, int]:
+    """Those with the next lower and the next higher ratio; ``best`` where there is none."""
+    cr, lower, higher, below, above = candidates[best].cr, 0.0, inf, best, best
     for i, candidate in enumerate(candidates):
-        if candidate.cr > cr:
-            above = i if above < 0 or candidate.cr < candidates[above].cr else above
-        elif candidate.cr < cr:
-            below = i if below < 0 or candidate.cr > candidates[below].cr else below
-    return [i for i in (below, above) if i >= 0]
+        other = candidate.cr
+        if lower < other < cr:
+            lower, below = other, i
+        elif cr < other < higher:
+            higher, above = other, i
+    return below, above

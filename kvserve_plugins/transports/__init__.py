@@ -29,3 +29,10 @@ def kvserve_transports() -> Iterator[Component]:
         needs=("cuda",),
         extra="pyzmq and a CUDA build of torch",
     )
+    yield Component(
+        "nccl",
+        f"{here}.nccl:Nccl",
+        "Between two GPUs, of one host or two: requests over ZeroMQ, bodies over NCCL.",
+        requires=("zmq",),
+        extra="pyzmq and a CUDA build of torch",
+    )

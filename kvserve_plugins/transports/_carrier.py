@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from kvserve_core.bodies import host_bytes
+from kvserve_core.errors import FrameError
 from kvserve_core.wire import Buffer
 from kvserve_plugins.transports import _tcp_messages as msg
 from kvserve_plugins.transports._tcp_stream import Stream
+
+Answer: TypeAlias = Callable[[bytes, Sequence[Buffer]], bool]
+"""Sends a connection a message; False when it is gone."""
 
 
 class Cut(NamedTuple):
@@ -33,11 +37,18 @@ class Carrier(Protocol):
     def dropped(self, stream: Stream) -> None:
         """The stream ended, whatever of it the consumer has."""
 
+    def handle(self, owner: bytes, request: msg.Join | msg.Take | msg.Leave, answer: Answer) -> None:
+        """A request about bodies that go beside the connection; here none do."""
+        raise FrameError(f"a {type(request).__name__}, but bodies go through the connection here")
+
+    def watch(self, answer: Answer) -> None:
+        """Called often, to see who is still there."""
+
     def close(self) -> None:
         """No stream is left."""
 
 
-class InBand:
+class InBand(Carrier):
     """Bodies go through the socket, in pieces of at most ``piece_bytes``."""
 
     on_device = False

@@ -12,7 +12,7 @@ from kvserve_core.bodies import Body
 from kvserve_core.errors import FrameError, KVServeError, TransportError
 from kvserve_core.units import format_bytes
 from kvserve_plugins.transports import _tcp_messages as msg
-from kvserve_plugins.transports._carrier import Cut
+from kvserve_plugins.transports._carrier import Carrier, Cut
 from kvserve_plugins.transports._slots import Slots
 from kvserve_plugins.transports._tcp_stream import Lent, Stream
 
@@ -58,8 +58,8 @@ class Memory(Protocol):
         """Close all of them."""
 
 
-class Lender:
-    """The producer's side: copies bodies into its memory as credit allows, and sends tickets. A ``Carrier``.
+class Lender(Carrier):
+    """The producer's side: copies bodies into its memory as credit allows, and sends tickets.
 
     nbytes: of that memory, for all fetches together; allocated with the first of them.
     """
@@ -70,6 +70,7 @@ class Lender:
         self._memory, self.slots = memory, Slots(nbytes)
         self._room: Tensor | None = None
         self._handle = b""
+        self._refused: KVServeError | None = None
 
     def cut(self, stream: Stream) -> Cut | None:
         """A whole segment, if there is a place for it."""
@@ -104,12 +105,19 @@ class Lender:
         return True
 
     def _open(self, like: Body) -> Tensor:
+        """Its memory, allocated once; where memory cannot be shared that is not tried with every segment anew."""
+        if self._refused is not None:
+            raise self._refused
         if self._room is None:
-            self._room, self._handle = self._memory.allocate(self.slots.nbytes, like)
+            try:
+                self._room, self._handle = self._memory.allocate(self.slots.nbytes, like)
+            except KVServeError as error:
+                self._refused = error
+                raise
         return self._room
 
     def acknowledged(self, stream: Stream, nbytes: int) -> None:
-        """Consumers say it segment by segment, in order."""
+        """Consumers say it for whole segments, in order."""
         while stream.lent and nbytes >= stream.lent[0].counts:
             lent = stream.lent.popleft()
             nbytes -= lent.counts

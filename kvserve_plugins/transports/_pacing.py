@@ -36,6 +36,12 @@ class Pacer:
             self._free = start + nbytes / self._rate
             return self._free
 
+    def refund(self, nbytes: int) -> None:
+        """Of what was booked last ``nbytes`` will not be sent."""
+        if self._rate:
+            with self._lock:
+                self._free -= nbytes / self._rate
+
     def rest(self) -> None:
         """There is nothing to send just now."""
         self._resting = True

@@ -6,11 +6,11 @@ ALIGN = 256
 
 
 class Slots:
-    """Of ``nbytes`` bytes. Not thread-safe."""
+    """Of ``nbytes`` bytes, less what is beyond the last multiple of ``ALIGN``. Not thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._free = {0: nbytes}
+        self.nbytes = nbytes // ALIGN * ALIGN
+        self._free = {0: self.nbytes}
         self._taken: dict[int, int] = {}
 
     @property

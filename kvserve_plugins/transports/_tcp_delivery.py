@@ -105,11 +105,15 @@ class TcpDelivery:
 
     def __iter__(self) -> Iterator[Sealed]:
         try:
-            while len(self._seen) < self._count:
+            while self._left():
                 yield from self._segments()
             self._finish()
         finally:
             self.close()
+
+    def _left(self) -> bool:
+        """Whether segments are still to come."""
+        return len(self._seen) < self._count
 
     def _segments(self) -> Iterable[Sealed]:
         """The next segments, at least one."""

@@ -90,7 +90,7 @@ class Link:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
             stuck = PeerLost(f"{self.peer} takes no more messages; it is stuck or gone{self._hint()}")
-            raise self._lost() or stuck from None
+            raise self.lost() or stuck from None
         except zmq.ZMQError as error:
             if error.errno != zmq.ENOTSOCK:
                 raise
@@ -118,7 +118,7 @@ class Link:
             return self._socket.recv_multipart(copy=False)
         except zmq.Again:
             pass
-        if lost := self._lost():
+        if lost := self.lost():
             parts = self.ready()  # what came before the loss counts
             if parts is None:
                 raise lost
@@ -134,8 +134,8 @@ class Link:
         if ms != self._patience_ms:
             self._socket.rcvtimeo = self._patience_ms = ms
 
-    def _lost(self) -> PeerLost | None:
-        """What the monitor has to say since the last look."""
+    def lost(self) -> PeerLost | None:
+        """Why the connection is gone, if the monitor says so since the last look."""
         lost = None
         while lost is None and self._monitor.poll(0):
             lost = self._look()
@@ -162,7 +162,7 @@ class Link:
 
     def alive(self) -> bool:
         """Whether an idle link can be used again: still connected, and nothing unexpected in it."""
-        return self._lost() is None and self.ready() is None
+        return self.lost() is None and self.ready() is None
 
     def cancel(self) -> None:
         """Tell the producer that nothing more is wanted, and close."""

@@ -1,7 +1,7 @@
 """What the two sides of ``tcp`` say to each other: tagged msgpack structs, typed and bounded when decoded.
 
 Requests are one part. Replies are the struct, followed by the packed frame header (Opened) or by a piece of a segment's
-body (Piece). Only durations cross machines.
+body (Piece). Only durations cross machines. Join, Take and Leave are of transports whose bodies go beside (``nccl``).
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ MAX_REPLY = 2 * PIECE_BYTES
 OVERHEAD = 4096
 """What one message costs in credit beside its bytes, so that tiny segments are bounded too."""
 MAX_WINDOW = 64 * 2**20
+MAX_TAKE = 256
+"""Bodies that one Take asks for."""
 MAX_QUEUED = 2 * MAX_WINDOW // OVERHEAD + 1024
 """Messages that may wait for one consumer: what its credit allows, twice since ZeroMQ counts with half a queue's
 delay. Only one that does not read its answers comes to that."""
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Key = Annotated[str, msgspec.Meta(max_length=MAX_KEY)]
 MessageT = TypeVar("MessageT")
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+Token = Annotated[bytes, msgspec.Meta(max_length=64)]
 Code = Literal["lease", "aborted", "timeout", "unacceptable", "refused"]
 
 
@@ -81,6 +85,25 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
     key: Key
     share: tuple[Natural, Natural]
     report: Outcome | None
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+    """Open a way for bodies beside this connection, of a kind and from a device; answered with Joined or Failed."""
+
+    stream: Natural
+    backend: Text
+    device: Text
+
+
+class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
+    """Send the next bodies of a fetch, of these sizes, that way now: they are being received. Its order binds."""
+
+    token: Token
+    sizes: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_TAKE)]
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """The way for bodies is no longer used."""
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
@@ -128,8 +151,21 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     stages: tuple[str, ...] = ()
 
 
-Request: TypeAlias = Fetch | Credit | Cancel | Renew | Release
-Reply: TypeAlias = Opened | Piece | End | Beat | Done | Failed
+class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
+    """How to open the other end."""
+
+    stream: Natural
+    invite: Annotated[bytes, msgspec.Meta(max_length=4096)]
+
+
+class Going(msgspec.Struct, frozen=True, array_like=True, tag="going"):
+    """The bodies of a Take are those of the fetch; where this does not come, the fetch had ended."""
+
+    stream: Natural
+
+
+Request: TypeAlias = Fetch | Credit | Cancel | Renew | Release | Join | Take | Leave
+Reply: TypeAlias = Opened | Piece | End | Beat | Done | Failed | Joined | Going
 encode = msgspec.msgpack.Encoder().encode
 BEAT = encode(Beat(0))
 _request = msgspec.msgpack.Decoder(Request)

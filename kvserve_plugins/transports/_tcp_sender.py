@@ -33,11 +33,12 @@ _BATCH = 64
 
 
 class Held(NamedTuple):
-    """A piece on its way, to be sent at ``due``."""
+    """A piece on its way, to be sent at ``due``. nbytes: what it was booked for."""
 
     due: float
     stream: Stream
     parts: Sequence[Buffer]
+    nbytes: int
 
 
 class Sender:
@@ -115,7 +116,7 @@ class Sender:
             if self._held is None:
                 return self._idle()
             now = time.monotonic()
-            if self._held.due > now:
+            if self._held.due > now and not self._unwanted(self._held):
                 return self._held.due - now
             self._transmit(self._held)
             self._held = None
@@ -193,7 +194,17 @@ class Sender:
         if cut.last:
             stream.pop(due)
             self._pullers.submit(stream)
-        return Held(due, stream, cut.parts)
+        return Held(due, stream, cut.parts, cut.nbytes)
+
+    def _unwanted(self, held: Held) -> bool:
+        """Whether nobody waits for it any more: then nobody waits for the link that it was to take, either."""
+        stream = held.stream
+        error = None if stream.cancelled else stream.failure()
+        if error is not None:
+            self._give_up(stream, error)
+        if stream.cancelled:
+            self._pacer.refund(held.nbytes)
+        return stream.cancelled
 
     def _transmit(self, held: Held) -> None:
         stream = held.stream

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import threading
 import time
@@ -145,7 +144,7 @@ class Server:
             poller.register(self._door.socket, zmq.POLLIN)
         wait_s = 0.0
         while not self._closing:
-            events = dict(poller.poll(math.ceil(wait_s * 1000)))
+            events = _polled(poller, wait_s)
             if self.wake.fileno() in events:
                 self.wake.clear()
             if self._door and self._door.socket in events:
@@ -154,6 +153,7 @@ class Server:
                 self._receive()
             self._expire()
             self._sender.watch()
+            self._carrier.watch(self._sender.reply)
             wait_s = min(self._sender.advance(), TICK_S if len(self._leases) else REST_S)
         self._sender.advance()  # tells those in flight
         if self._door:
@@ -199,14 +199,17 @@ class Server:
                 self._sender.grant((owner, request.stream), request.nbytes)
             case msg.Cancel():
                 self._sender.cancel((owner, request.stream))
+            case msg.Join() | msg.Take() | msg.Leave():
+                self._answer(owner, request, lambda: self._carrier.handle(owner, request, self._sender.reply))
 
-    def _answer(self, owner: bytes, request: msg.Fetch | msg.Renew, act: Callable[[], None]) -> None:
+    def _answer(self, owner: bytes, request: msg.Request, act: Callable[[], None]) -> None:
+        stream, what = getattr(request, "stream", 0), getattr(request, "key", type(request).__name__)
         try:
             act()
         except KVServeError as error:
-            failed = msg.to_failed(request.stream, error)
+            failed = msg.to_failed(stream, error)
         except BaseException as error:  # noqa: BLE001  # a source that breaks fails its own transfer only
-            failed = msg.to_failed(request.stream, failed_source(request.key, error))
+            failed = msg.to_failed(stream, failed_source(what, error))
         else:
             return
         self._sender.reply(owner, [msg.encode(failed)])
@@ -227,6 +230,18 @@ class Server:
     def _renew(self, owner: bytes, renew: msg.Renew) -> None:
         self._leases.renew(renew.key, renew.lease_s)
         self._sender.reply(owner, [msg.encode(msg.Done(renew.stream))])
+
+
+def _polled(poller: zmq.Poller, wait_s: float) -> dict[object, int]:
+    """What happened within ``wait_s``. A poll counts whole milliseconds, in which a fast link sends tens of MB, so the
+    rest of one is slept."""
+    whole_ms = int(wait_s * 1000)
+    events = dict(poller.poll(whole_ms))
+    rest_s = wait_s - whole_ms / 1000
+    if not events and rest_s > 0:
+        time.sleep(rest_s)
+        events = dict(poller.poll(0))
+    return events
 
 
 def _request(parts: list[bytes]) -> msg.Request:

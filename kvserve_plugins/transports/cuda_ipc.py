@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from kvserve_core.errors import TransportError
 from kvserve_core.transport import Delivery, Selection
 from kvserve_core.units import Size
 from kvserve_plugins.transports import _tcp_messages as msg
@@ -62,6 +63,8 @@ class CudaIpc(Tcp):
     def fetch(self, address: str, key: str, want: Selection, deadline: float) -> Delivery:
         """As :meth:`Tcp.fetch`; bodies lie on the current GPU."""
         at = parse(address, self.scheme)
+        if not at.host_id:
+            raise TransportError(f"{address!r} is not of this host; 'cuda_ipc' works within one, use 'tcp' or 'nccl'")
         link, window = self._links.take(at), self.config.window
         return LentDelivery(link, key, want, deadline, window, lambda got: self._links.give(at, got), self.memory)
 

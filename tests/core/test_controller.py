@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from controller_cases import FREE_RAW, GBPS, MIB, Recorder, analytic, library, profile, three
 from kvserve_core import controller as module
 from kvserve_core.artefacts import Artefacts
-from kvserve_core.controller import Controller
+from kvserve_core.controller import MAX_NOTES, Controller
 from kvserve_core.errors import ConfigError, UnknownNameError
 from kvserve_core.latency import Speed
 from kvserve_core.library import RAW_PROFILE, Profile, QualityRecord, built_in
@@ -258,6 +258,26 @@ def test_kinds_of_request_are_bounded() -> None:
     for i in range(module.MAX_MENUS + 50):
         control.choose(ServiceContext(nbytes=MIB, workload=f"w{i}"))
     assert len(control._menus) == module.MAX_MENUS
+
+
+def test_a_workload_that_others_stand_in_for_is_said_once_and_explained(caplog: pytest.LogCaptureFixture) -> None:
+    control = three()
+    for floor in (None, 0.5):
+        decision = control.choose(ServiceContext(nbytes=MIB, workload="cdoe", min_quality=floor))
+    note = "workload 'cdoe' was not measured and is judged by the records of 'default'"
+    assert note in decision.explain()
+    assert [note in text for text in caplog.messages] == [True]
+    assert "was not measured" not in control.choose(ServiceContext(nbytes=MIB)).explain()
+    for i in range(2 * MAX_NOTES):
+        control.choose(ServiceContext(nbytes=MIB, workload=f"w{i}"))
+    assert len(caplog.messages) == MAX_NOTES, "clients may name any number"
+
+
+def test_nothing_stands_in_on_another_model_or_where_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    other = Controller(library(profile("p", 4.0, 1e9)), analytic(), fingerprint="another")
+    for control in (other, Controller(library(FREE_RAW), analytic())):
+        assert "was not measured" not in control.choose(ServiceContext(nbytes=MIB, workload="cdoe")).explain()
+    assert caplog.messages == []
 
 
 def test_a_workload_without_end_is_refused() -> None:

@@ -83,8 +83,8 @@ def test_what_is_remembered_of_neighbours_is_bounded() -> None:
     for power in range(50):
         for tenth in range(1, 400):
             menu.near(2.0**power, 10.0 ** (12 - tenth / 40), 0.0)
-            assert len(menu._sides) <= MAX_SIDES
-    assert len(menu._sides) > 100
+            assert len(menu._beside) <= MAX_SIDES
+    assert len(menu._beside) > 100
 
 
 def test_costs_fade_one_profile_a_decision_and_all_that_are_overdue() -> None:

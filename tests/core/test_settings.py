@@ -93,6 +93,29 @@ def test_a_table_in_a_variable_comes_before_its_fields() -> None:
     assert load_settings(None, environ).settings.transport.spec().configuration == {"port": "9", "bind": "::1"}
 
 
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({"bandwidth": 20}, "bandwidth"),
+        ({"priors": {"rack": 2.5}}, "priors.rack"),
+        ({"transport": {"tcp": {"max_bandwidth": 20}}}, "transport.tcp.max_bandwidth"),
+    ],
+)
+def test_a_bandwidth_without_a_unit_is_refused_with_what_to_write(given: dict[str, Any], path: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"has no unit; write for example '(20|2\.5)Gbps' or '(20|2\.5)B/s'"
+    ) as caught:
+        load_settings(given, environ={})
+    assert caught.value.path == path
+
+
+def test_a_variable_without_a_unit_is_refused_and_sizes_are_bytes() -> None:
+    assert load_settings(environ={"KVSERVE_PUBLISHED_BYTES_MAX": "4096"}).settings.published_bytes_max == 4096
+    for name in ("KVSERVE_BANDWIDTH", "KVSERVE_SLO"):
+        with pytest.raises(ConfigError, match=r"'200' has no unit; write for example .* \(from env KVSERVE_"):
+            load_settings(environ={name: "200"})
+
+
 @pytest.mark.parametrize("policy", ["analytic", {"name": "analytic"}])
 def test_another_policy_does_not_inherit_the_configuration_of_the_one_before(policy: object) -> None:
     environ = {"KVSERVE_POLICY": '{"name": "static", "configuration": {"profile": "raw"}}'}

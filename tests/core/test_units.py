@@ -33,8 +33,9 @@ POSITIVE = st.floats(1e-9, 1e18)
         ("1MiB/s", 2.0**20),
         ("0.5 GB/s", 0.5e9),
         (".5GB/s", 0.5e9),
-        ("1e3", 1000.0),
-        ("2.", 2.0),
+        ("1e3B/s", 1000.0),
+        ("2.B/s", 2.0),
+        ("0", 0.0),
         (12, 12.0),
         (0, 0.0),
     ],
@@ -54,7 +55,8 @@ def test_sizes_are_whole_bytes(text: object, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("200ms", 0.2), ("2s", 2.0), ("3", 3.0), ("5us", 5e-6), ("2min", 120.0), ("1h", 3600.0)]
+    ("text", "seconds"),
+    [("200ms", 0.2), ("2s", 2.0), (3, 3.0), ("0", 0.0), ("5us", 5e-6), ("2min", 120.0), ("1h", 3600.0)],
 )
 def test_durations_are_seconds(text: object, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
@@ -66,6 +68,15 @@ def test_durations_are_seconds(text: object, seconds: float) -> None:
 def test_what_has_no_known_unit_is_refused_with_an_example(text: object) -> None:
     with pytest.raises(ConfigError, match="is not understood; write for example '25Gbps' or '300GB/s'"):
         parse_bandwidth(text)
+
+
+@pytest.mark.parametrize("text", ["20", "1e9", ".5", " 2. "])
+def test_bandwidths_and_durations_in_text_need_a_unit(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"bandwidth '.*' has no unit; write for example '25Gbps' or '300GB/s'"):
+        parse_bandwidth(text)
+    with pytest.raises(ConfigError, match=r"duration '.*' has no unit; write for example '200ms' or '2s'"):
+        parse_duration(text)
+    assert parse_bytes(text) == int(float(text))
 
 
 @pytest.mark.parametrize("number", [-1, -0.5, float("nan"), float("inf"), 10**400, "1e400"])

@@ -306,6 +306,44 @@ def test_exploration_never_dares_what_may_break_the_slo(latencies: list[float], 
         assert 1.5 * offered[index].latency_s <= slo_s
 
 
+def in_stages(decision: Decision, encode_s: float, transfer_s: float, decode_s: float, **more: Any) -> Outcome:
+    """A report of every stage, which the model has learned from."""
+    told = {"encode_s": encode_s, "transfer_s": transfer_s, "decode_s": decode_s}
+    took = {"spent_s": sum(told.values()), "expected_s": sum(told.values())}
+    return report(decision, 1.0, **(told | took | more))
+
+
+def test_where_stages_are_told_a_try_is_for_speeds_that_nobody_knows() -> None:
+    policy, context = bandit(epsilon=1.0, epsilon_floor=1.0), replace(CONTEXT, model_s=0.05)
+    moving = candidates(0.15, 0.16, 0.4)  # all of it is sending
+    coding = computing(moving)
+    assert set(tried(policy, context, moving, 50)) == {1}, "nothing was told yet"
+    policy.observe(decided(moving, 0, context), in_stages(decided(moving, 0, context), 0.01, 0.08, 0.01))
+    assert tried(policy, context, moving, 50) == []
+    assert set(tried(policy, context, coding, 50)) == {1}
+    policy.observe(decided(coding, 1, context), in_stages(decided(coding, 1, context), 0.05, 0.01, 0.05))
+    assert tried(policy, context, coding, 50) == [], "it was told how fast this one is"
+    policy.clock.now = 59.0  # type: ignore[attr-defined]  # the test's clock
+    assert set(tried(policy, context, coding, 50)) == {1}, "which is half forgotten"
+    policy.clock.now = 61.0  # type: ignore[attr-defined]  # the test's clock
+    assert set(tried(policy, context, moving, 50)) == {1}, "as is that reports hold stages"
+
+
+def test_noise_in_the_stages_leaves_no_residual_and_what_is_between_them_does() -> None:
+    policy = bandit(**QUIET)
+    control = Controller(LIBRARY, policy, clock=policy.clock)
+    for step in range(40):
+        decision = control.choose(example(25))
+        control.observe(decision, staged(decision, 0.9 if step % 2 else 1.1))
+    assert short(decision) == "c12"
+    assert set(policy.residuals(decision).values()) == {0.0}
+    whole = staged(decision)
+    total_s = whole.transfer_s + whole.decode_s + 2e-3
+    for _ in range(20):
+        control.observe(decision, replace(whole, total_s=total_s))
+    assert policy.residuals(decision)[decision.profile] == pytest.approx(2e-3, rel=0.05)
+
+
 def computing(offered: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """The same, but all of the latency is encoding."""
     return tuple(structs.replace(c, encode_s=c.latency_s, transfer_s=0.0) for c in offered)

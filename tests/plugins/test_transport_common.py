@@ -1,4 +1,4 @@
-"""The same demands on memory, file and tcp."""
+"""The same demands on memory, file, tcp and nccl, the last over Gloo."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from kvserve_core.policy import Outcome
 from kvserve_core.transport import Transport
 from kvserve_plugins.transports.file import File
 from kvserve_plugins.transports.memory import Memory
+from kvserve_plugins.transports.nccl import Nccl
 from kvserve_plugins.transports.tcp import Tcp
 from plugins.transport_checks import PEER, Source, check, fetch_all, settle, soon, threads, want
 
-KINDS = ("memory", "file", "tcp")
+KINDS = ("memory", "file", "tcp", "nccl")
 
 
 def make(kind: str, folder: Path) -> Transport:
     if kind == "file":
         return File(File.Config(path=folder / "store"))
+    if kind == "nccl":
+        return Nccl(Nccl.Config(backend="gloo"))
     return Memory(Memory.Config()) if kind == "memory" else Tcp(Tcp.Config())
 
 
@@ -44,7 +47,7 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Transp
     assert not threads()
 
 
-@pytest.fixture(params=["memory", "tcp"])
+@pytest.fixture(params=["memory", "tcp", "nccl"])
 def leased(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Transport]:
     made = make(request.param, tmp_path)
     yield made
@@ -257,7 +260,7 @@ def test_a_source_that_breaks_fails_its_own_transfer_only(leased: Transport) -> 
 def test_close_fails_fetches_in_flight(leased: Transport) -> None:
     source = Source(2, ready=False)
     address = leased.publish("t", source, 30)
-    other = Tcp(Tcp.Config()) if isinstance(leased, Tcp) else leased
+    other = type(leased)(leased.config) if isinstance(leased, Tcp) else leased
     delivery = other.fetch(address, "t", want(source.plan), soon())
     threading.Timer(0.05, leased.close).start()
     with pytest.raises(PeerLost):

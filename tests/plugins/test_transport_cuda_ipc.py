@@ -83,6 +83,67 @@ def test_a_withdrawn_transfer_frees_its_places(transport: HostIpc) -> None:
         list(delivery)
 
 
+def test_a_withdrawn_transfer_leaves_the_memory_mapped_for_others(transport: HostIpc) -> None:
+    source, other = OnDevice(3, 64_000), OnDevice(3, 64_000)
+    other._ready.clear()
+    other.finish(0)
+    address = transport.publish("t", other, 30)
+    transport.publish("u", source, 30)
+    waiting = iter(transport.fetch(address, "t", want(other.plan), soon()))
+    next(waiting)
+    transport.withdraw("t", "no longer wanted")
+    with pytest.raises(PeerLost):
+        next(waiting)
+    assert isinstance(transport.memory, HostMemory)
+    assert len(transport.memory.mapped) == 1
+    check(list(transport.fetch(address, "u", want(source.plan), soon())), source)
+
+
+def test_thousands_of_tickets_may_wait() -> None:
+    roomy = made(staging=32 * MIB, heartbeat=5)
+    source = OnDevice(3000, 1024)
+    delivery = roomy.fetch(roomy.publish("t", source, 60), "t", want(source.plan), soon(30))
+    settle(lambda: slots(roomy).taken_bytes >= 3000 * 1024)
+    assert len(list(delivery)) == 3000
+    roomy.close()
+
+
+def test_a_segment_in_the_last_bytes_of_staging_is_refused_at_once() -> None:
+    odd = made(staging=MIB + 64)
+    source = OnDevice(1, MIB + 64)
+    with pytest.raises(PeerLost, match="'staging'"):
+        fetch_all(odd, odd.publish("t", source, 30), source)
+    odd.close()
+
+
+def test_what_nobody_waits_for_any_more_does_not_hold_the_link() -> None:
+    slow = made(max_bandwidth="80kbps")
+    large, small = OnDevice(1, 960_000), OnDevice(1, 640)  # 96 s of it, and a fifteenth of one
+    address = slow.publish("t", large, 60)
+    slow.publish("u", small, 60)
+    given_up = slow.fetch(address, "t", want(large.plan), soon(90))
+    settle(lambda: slots(slow).taken_bytes > 0)
+    given_up.close()
+    check(list(slow.fetch(address, "u", want(small.plan), soon(20))), small)
+    slow.close()
+
+
+def test_memory_that_cannot_be_shared_is_asked_for_once(transport: HostIpc, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refused(nbytes: int, like: object) -> None:
+        asked.append(nbytes)
+        raise TransportError("sharing GPU memory failed")
+
+    monkeypatch.setattr(transport.memory, "allocate", refused)
+    source = OnDevice(2)
+    address = transport.publish("t", source, 30)
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="sharing GPU memory failed"):
+            fetch_all(transport, address, source)
+    assert asked == [MIB]
+
+
 def test_a_place_that_is_used_again_too_early_is_noticed(transport: HostIpc) -> None:
     source = OnDevice(1, 64_000)
     address = transport.publish("t", source, 30)
@@ -162,6 +223,8 @@ def test_a_malformed_ticket_is_refused() -> None:
 def test_addresses_of_tcp_are_not_taken(transport: HostIpc) -> None:
     with pytest.raises(TransportError):
         transport.fetch("cuda_ipc://nowhere", "t", want(Source().plan), soon(1))
+    with pytest.raises(TransportError, match="works within one"):
+        transport.fetch("cuda_ipc://10.0.0.9:5555", "t", want(Source().plan), soon(1))
 
 
 def test_other_interfaces_than_loopback_are_refused() -> None:

@@ -26,6 +26,7 @@ from kvserve_plugins.transports._tcp_faults import Faults, corrupted, parse_faul
 from kvserve_plugins.transports.cuda_ipc import CudaIpc
 from kvserve_plugins.transports.file import File
 from kvserve_plugins.transports.memory import Memory
+from kvserve_plugins.transports.nccl import Nccl
 from kvserve_plugins.transports.tcp import Tcp
 from plugins.transport_checks import PEER, Source
 
@@ -40,7 +41,7 @@ class Clock:
 
 def test_summaries_equal_docstrings_and_the_hook_imports_neither_zmq_nor_torch() -> None:
     found = {c.name: c.summary for c in transports.kvserve_transports()}
-    classes = {"memory": Memory, "file": File, "tcp": Tcp, "cuda_ipc": CudaIpc}
+    classes = {"memory": Memory, "file": File, "tcp": Tcp, "cuda_ipc": CudaIpc, "nccl": Nccl}
     assert found == {name: summary_of(cls) for name, cls in classes.items()}
     code = (
         "import sys, kvserve_plugins.transports as t; list(t.kvserve_transports());"

@@ -64,13 +64,14 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return seen
 
 
-def built(chain: str, dim: int, layer_block: int = 2) -> Pipeline:
+def built(chain: str, dim: int, layer_block: int = 2, head_groups: int | None = None) -> Pipeline:
     transforms, quantizer, codec = CHAINS[chain]
     if codec == "zstd" and DEVICE.type == "cuda":
         codec = "bitpack"  # zstd works on a CPU only
     planes = {"*": {"transforms": transforms, "quantizer": quantizer, "codec": codec}}
     kv = spec(dim)
-    return Pipeline.build({"planes": planes, "layer_block": layer_block, "sink_tokens": 0}, kv, whole(kv), DEVICE)
+    cut = {"layer_block": layer_block, "head_groups": head_groups, "sink_tokens": 0}
+    return Pipeline.build({"planes": planes, **cut}, kv, whole(kv), DEVICE)
 
 
 def coded(
@@ -112,6 +113,15 @@ def test_kernels_and_stages_read_each_other(
         assert relative(mine, x) <= 1.0025 * relative(ideal, x)
 
 
+@pytest.mark.parametrize("chain", [c for c in CHAINS if c != "mixhq"])  # which wants both classes in a segment
+def test_segments_of_one_head_arrive(chain: str, fused: list[int]) -> None:
+    header, batch, segments = coded(built(chain, 64, layer_block=1, head_groups=2), 64)
+    assert {p.at.heads for p, _ in batch} == {(0,), (1,)}
+    decoded = Decoder(header, spec(64), DEVICE).decode(segments)
+    worst = max(relative(y, x) for (_, x), (_, y) in zip(batch, decoded, strict=True))
+    assert worst < 0.25
+
+
 @pytest.mark.parametrize("chain", ["codes", "codes, derope", "channel", "mixhq"])
 def test_codes_differ_from_the_stages_in_one_place_of_a_hundred_at_most(chain: str, fused: list[int]) -> None:
     pipeline = built(chain, 64)
@@ -145,6 +155,16 @@ def test_values_that_no_grid_holds_arrive(chain: str, value: float, fused: list[
         assert torch.equal(x.isnan(), y.isnan())
         assert torch.equal(x.isinf(), y.isinf())
     assert [s.chain for s in segments].count(0) == (0 if value == 1e36 else 1)
+
+
+@pytest.mark.parametrize("chain", ["packed", "codes", "channel"])
+def test_sums_that_no_float_holds_are_left_to_the_stages(chain: str, fused: list[int]) -> None:
+    pipeline = built(chain, 64)
+    header, planned = pipeline.header("r", 64, "p")
+    batch = [(p, torch.randn(len(p.at.layers), 1, 64, 64).bfloat16().to(DEVICE)) for p in planned]
+    batch[1][1][0, 0, 17] *= 3e36
+    decoded = Decoder(header, spec(64), DEVICE).decode(pipeline.encode(batch))
+    assert all(y.isfinite().all() for _, y in decoded)
 
 
 def test_a_constant_head_decodes_to_itself(fused: list[int]) -> None:

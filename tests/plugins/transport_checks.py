@@ -109,7 +109,7 @@ def settle(condition: Any, seconds: float = 10.0) -> None:
 
 
 def threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("kvserve-tcp")}
+    return {t.name for t in threading.enumerate() if t.name.startswith(("kvserve-tcp", "kvserve-nccl"))}
 
 
 class Remote(NamedTuple):
@@ -120,10 +120,12 @@ class Remote(NamedTuple):
     pipe: Connection
 
 
-def _produce(pipe: Connection, config: dict[str, Any], source: dict[str, Any], lease_s: float) -> None:
+def _produce(pipe: Connection, kind: str, config: dict[str, Any], source: dict[str, Any], lease_s: float) -> None:
+    from kvserve_plugins.transports.nccl import Nccl
     from kvserve_plugins.transports.tcp import Tcp
 
-    transport = Tcp(Tcp.Config(**config))
+    cls = {"tcp": Tcp, "nccl": Nccl}[kind]
+    transport = cls(cls.Config(**config))
     made = Source(**source)
     pipe.send(transport.publish("t", made, lease_s))
     while (order := pipe.recv()) != "stop":
@@ -135,11 +137,13 @@ def _produce(pipe: Connection, config: dict[str, Any], source: dict[str, Any], l
 
 
 @contextmanager
-def remote_producer(config: dict[str, Any] | None = None, lease_s: float = 60.0, **source: Any) -> Iterator[Remote]:
-    """A ``tcp`` producer of one source under the key ``t`` in a process of its own."""
+def remote_producer(
+    config: dict[str, Any] | None = None, lease_s: float = 60.0, kind: str = "tcp", **source: Any
+) -> Iterator[Remote]:
+    """A producer of one source under the key ``t`` in a process of its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_produce, args=(theirs, config or {}, source, lease_s), daemon=True)
+    process = context.Process(target=_produce, args=(theirs, kind, config or {}, source, lease_s), daemon=True)
     process.start()
     theirs.close()
     try:

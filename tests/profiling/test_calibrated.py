@@ -30,6 +30,20 @@ def test_files_are_known_by_their_names_and_say_how_they_were_made(tmp_path: Pat
 def test_what_is_no_folder_and_what_is_no_file_of_ours_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder; name the one"):
         calibrated_files(tmp_path / "absent")
-    (tmp_path / "klt.safetensors").write_bytes(b"\0" * 4)
-    with pytest.raises(ConfigError, match=r"klt\.safetensors: cannot be read"):
-        calibrated_files(tmp_path)
+    for data in (b"\0" * 4, b"\0" * 8, _header([]), _header({"__metadata__": 1}), *map(_ours, ("5", "[1]", 5, "{"))):
+        (tmp_path / "klt.safetensors").write_bytes(data)
+        with pytest.raises(ConfigError, match=r"klt\.safetensors: cannot be read"):
+            calibrated_files(tmp_path)
+    for blocks in (5, [5], [{}], [{"layers": 3}]):
+        (tmp_path / "klt.safetensors").write_bytes(_ours(json.dumps({"blocks": blocks})))
+        with pytest.raises(ConfigError, match=r"klt\.safetensors: cannot be read"):
+            calibrated_files(tmp_path)
+
+
+def _header(value: object) -> bytes:
+    text = json.dumps(value).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def _ours(value: object) -> bytes:
+    return _header({"__metadata__": {"kvserve.klt": value}})

@@ -64,8 +64,9 @@ def test_a_journal_of_another_search_is_refused_and_left_as_it_is(
     path = tmp_path / "j"
     filled(path)
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=f"of another search: its '{name}' is"):
+    with pytest.raises(ConfigError, match=f"of another search: its '{name}' is") as refused:
         opened(path, **change)  # type: ignore[arg-type]  # one of them at a time
+    assert "texts" not in str(refused.value)  # which are the same
     assert path.read_bytes() == before
 
 

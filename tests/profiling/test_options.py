@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,44 @@ def test_wrong_patterns_are_refused() -> None:
         options("inner", level=3)
     with pytest.raises(ConfigError, match=r"k\.inner\.levels: '\$try' needs a list of values"):
         options("inner", levels={"$try": []})
+    for factor in ("a", None, float("nan")):
+        with pytest.raises(ConfigError, match=r"k\.outer\.fixed: 'times' needs numbers"):
+            options("outer", fixed={"$of": "levels", "times": [factor]})
+    with pytest.raises(ConfigError, match=r"k\.outer\.inner\.level: unknown field 'level'"):
+        options("outer", inner={"name": "inner", "level": 3})
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        TunableSpec(choices=(Path("a"), Path("b"))),
+        TunableSpec(choices=(float("nan"), 1.0)),
+        TunableSpec(low=1.0, high=float("inf")),
+        TunableSpec(low=-1e308, high=1e308),
+        TunableSpec(low=1e-300, high=1e300, log=True),
+    ],
+)
+def test_what_cannot_be_written_down_is_refused(odd: TunableSpec) -> None:
+    with pytest.raises(ConfigError, match=r"is no JSON value|cannot be cut"):
+        grid(odd, whole=True)
+
+
+class Many(ComponentConfig):
+    a: int | None = Tunable(1, low=1, high=9)
+    b: int = Tunable(1, low=1, high=9)
+    c: int = Tunable(1, low=1, high=9)
+    d: int = Tunable(1, low=1, high=9)
+    e: int = Tunable(1, low=1, high=9)
+    f: int = Tunable(1, low=1, high=9)
+
+
+def test_more_configurations_than_can_be_listed_are_refused() -> None:
+    names = Names(lambda kind, name: Many, lambda name, about: about)
+    with pytest.raises(ConfigError, match=r"k\.many: 262144 combinations are too many to list"):
+        component("quantizer", ComponentSpec(name="many"), "k.many", names)
+    fewer = dict.fromkeys("bcdef", 1)
+    found = component("quantizer", ComponentSpec(name="many", configuration=fewer), "k.many", names)
+    assert [o.body["configuration"]["a"] for o in found] == [1, 2, 3, 4, 6, 7, 8, 9]
 
 
 def test_planes_agree_or_not() -> None:

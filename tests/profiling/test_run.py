@@ -105,3 +105,14 @@ def test_a_candidate_whose_estimate_fails_is_left_out() -> None:
     found = run(Partly())
     assert {found.point(m.key).at["family"] for m in found.measurements} == {"channel"}
     assert {e.error for e in found.estimates if e.cr == 0} == {"ValueError: no"}
+
+
+def test_when_nothing_can_be_encoded_it_says_why() -> None:
+    class Refuses(Known):
+        def estimate(self, p: Point) -> float:
+            raise ValueError(f"no basis for {p.name}")
+
+    with pytest.raises(
+        KVServeError, match=r"none of the 24 candidates can be encoded; the first: .*no basis for token-4"
+    ):
+        run(Refuses())

@@ -125,7 +125,10 @@ def test_a_measured_ratio_replaces_the_estimate() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("floors", ()), ("floors", (1.2,)), ("budget", 0), ("cold", 0), ("decay", 1.5), ("prune", 0.0), ("explore", -1)],
+    [
+        *(("floors", ()), ("floors", (1.2,)), ("budget", 0), ("cold", 0), ("decay", 1.5), ("prune", 0.0)),
+        *(("explore", -1), ("worth", float("nan")), ("seed", -1), ("seed", 2**32)),
+    ],
 )
 def test_wrong_options_are_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name}: must be"):

@@ -148,6 +148,18 @@ def test_a_component_that_cannot_be_made_without_being_told_is_counted_with_the_
     assert len(mixhq) == 1
 
 
+def test_a_third_partys_component_that_cannot_be_searched_is_left_out_with_the_reason(
+    with_example: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = with_example.load("quantizer", "example.sign").Config
+    extra = {"tunable": {"choices": [Path("a"), Path("b")], "low": None, "high": None, "log": False}}
+    monkeypatch.setattr(odd.model_fields["axis"], "json_schema_extra", extra)
+    made = build_space(shipped(), registry=with_example)
+    assert "installed" in made.left_out
+    assert "is no JSON value" in made.left_out["installed"]
+    assert made.count() > 1000
+
+
 def test_chains_that_cannot_run_are_dropped_with_the_reason() -> None:
     made = build_space(config(family(planes={"*": slots(uniform({"$try": [300, 4]}), codec=["zstd", "nvcomp_ans"])})))
     reasons = " ".join(made.dropped())
@@ -242,6 +254,12 @@ def test_text_that_is_wrong_is_refused_where_it_is_wrong(tmp_path: Path) -> None
         build_space(config(family(planes={"*": slots({"name": "unifrom"})})))
     with pytest.raises(ConfigError, match=r"families\.0\.sinks: unknown field 'sinks'|did you mean 'sink_tokens'"):
         config(family(sinks=[4]))
+    with pytest.raises(ConfigError, match=r"families\.0\.layer_block\.0: .*greater than or equal to 1"):
+        config(family(layer_block=[0]))
+    with pytest.raises(ConfigError, match="unknown family 'g'; allowed: f"):
+        config(family(), only=["g"])
+    with pytest.raises(ConfigError, match=r"families\.f: planes names 'kv' and \['k'\]"):
+        build_space(config(family(planes={"k": slots(), "kv": slots()}))).points()
     path = tmp_path / "space.toml"
     path.write_text('[[families]]\nname = "f"\n[families.planes.k]\nquantizer = ["fp8"]\ncodec = ["raw"]\n')
     assert build_space(SpaceConfig.read(path)).count() == 2

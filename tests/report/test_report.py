@@ -129,6 +129,40 @@ def test_without_a_search_its_figure_is_left_out(library: ProfileLibrary) -> Non
     assert 'id="search"' not in html
 
 
+@pytest.mark.parametrize(
+    "search",
+    [
+        [1],
+        {"trace": {"a": 1}, "families": [1]},
+        {"trace": [5, TRACE[0] | {"cr": "x"}, TRACE[0] | {"cr": 1e308}, TRACE[0] | {"low": float("nan")}]},
+        {"trace": [TRACE[0] | {"chains": "uniform"}, TRACE[0] | {"chains": {"*": 5}}]},
+    ],
+)
+def test_what_is_no_search_of_ours_is_not_shown(library: ProfileLibrary, search: Any) -> None:
+    found = read(library.model_copy(update={"provenance": {"search": search}}))
+    assert found.steps == ()
+    assert "<table>" in page(found)
+
+
+@pytest.mark.parametrize("profiles", [(), ("u",)])
+def test_a_library_of_one_profile_or_none_is_shown(library: ProfileLibrary, profiles: tuple[str, ...]) -> None:
+    few = library.model_copy(update={"profiles": tuple(p for p in library.profiles if p.name in profiles)})
+    found = page(read(few))
+    assert found.count("<tr>") == 2 + len(profiles)  # the head and raw
+
+
+def test_names_are_text_in_the_page_and_in_its_figures(library: ProfileLibrary, tmp_path: Path) -> None:
+    odd = '<script>"&$\\bad$'
+    row = TRACE[0] | {"name": odd, "chains": {odd: f"{odd} + {odd} + {odd}"}}
+    changes = {"model_id": odd, "device": odd, "provenance": {"search": {"trace": [row], "families": {odd: odd}}}}
+    found = read(library.model_copy(update=changes), odd)
+    text = page(found)
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert not re.search(r">[^<]*mathdefault[^<]*</t", text)  # the axes' own formulas are drawn all the same
+    write_png(found, tmp_path / "report.png")
+
+
 def test_the_picture_holds_the_figures(library: ProfileLibrary, tmp_path: Path) -> None:
     write_png(read(library), tmp_path / "r.png")
     pixels = imread(tmp_path / "r.png")

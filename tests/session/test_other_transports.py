@@ -1,4 +1,4 @@
-"""The same sessions over tcp between processes and over a file store."""
+"""The same sessions over tcp and nccl between processes and over a file store."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from prefill_process import KV, TOTAL, prefill_rank
 class Prefill:
     """Processes of one tensor-parallel prefill engine."""
 
-    def __init__(self, size: int = 1, **config: Any) -> None:
+    def __init__(self, size: int = 1, name: str = "tcp", **config: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=prefill_rank, args=(theirs, rank, size, config), daemon=True)
+            process = context.Process(target=prefill_rank, args=(theirs, rank, size, name, config), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -85,9 +85,11 @@ def tcp() -> Iterator[Transport]:
     transport.close()
 
 
-def test_two_prefill_processes_serve_two_decode_ranks(tcp: Transport) -> None:
-    prefill = Prefill(size=2)
-    decodes = [Decode(tcp, Shard(whole(KV).layers, r, 2)) for r in range(2)]
+@pytest.mark.parametrize(("name", "config"), [("tcp", {}), ("nccl", {"backend": "gloo"})])
+def test_two_prefill_processes_serve_two_decode_ranks(name: str, config: dict[str, Any]) -> None:
+    transport = default_registry().create("transport", {"name": name, "configuration": config})
+    prefill = Prefill(2, name, **config)
+    decodes = [Decode(transport, Shard(whole(KV).layers, r, 2)) for r in range(2)]
     try:
         loc = prefill.publish("t")
         for decode in decodes:
@@ -103,6 +105,7 @@ def test_two_prefill_processes_serve_two_decode_ranks(tcp: Transport) -> None:
         prefill.close()
         for decode in decodes:
             decode.session.close()
+        transport.close()
 
 
 def test_a_killed_producer_fails_its_requests_and_no_others(tcp: Transport) -> None:

@@ -29,6 +29,7 @@ from kvserve_core.registry import default_registry
 from kvserve_core.session import Consumer, Failed, Freed, Loaded, LoadFailed, Producer
 from kvserve_core.spec import KVSpec, Region, Shard, whole
 from kvserve_core.transport import Endpoint, Locator, Transport
+from kvserve_plugins.codecs.zstd import Zstd
 
 LOSSY = PipelineSpec.model_validate(
     {
@@ -436,6 +437,33 @@ def test_a_chain_that_fails_falls_back_to_raw(world: World, monkeypatch: pytest.
     assert isinstance(event, Loaded)
     assert decode[0].engine.holds("t", range(300), 300)
     assert prefill[0].session.counters.snapshot()["fallback_raw"] > 0
+
+
+def test_a_codec_that_raises_what_it_likes_falls_back_to_raw(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv, names=("lossy",)), world.consumers(kv)
+
+    def explode(*_: object) -> None:
+        raise KeyError("a codec's own")
+
+    monkeypatch.setattr(Zstd, "encode", explode)
+    assert isinstance(load(decode, send(prefill, 300, "lossy"))[0], Loaded)
+    assert decode[0].engine.holds("t", range(300), 300)
+    assert prefill[0].session.counters.snapshot()["fallback_raw"] > 0
+
+
+def test_who_asks_to_exit_in_the_encode_thread_fails_one_transfer(world: World) -> None:
+    kv = dense()
+    prefill, decode = world.producers(kv), world.consumers(kv)
+
+    class Exits:
+        def synchronize(self) -> None:
+            raise SystemExit(1)
+
+    prefill[0].session.open("bad", 300, decision("raw"))
+    prefill[0].session.ready("bad", range(300), Exits())
+    assert "SystemExit" in wait_for(prefill[0].session.poll, Failed).reason
+    assert isinstance(load(decode, send(prefill, 300, "raw", tid="good"))[0], Loaded)
 
 
 def test_published_bytes_are_bounded(world: World) -> None:

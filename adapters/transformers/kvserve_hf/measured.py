@@ -20,6 +20,7 @@ from kvserve_core.artefacts import NONE, Artefacts
 from kvserve_core.errors import ConfigError
 from kvserve_core.evaluation.bench import PROMPT_TOKENS, Bench
 from kvserve_core.evaluation.quality import Quality
+from kvserve_core.json_text import parsed
 from kvserve_core.library import DEFAULT_WORKLOAD, EXACT, Profile, ProfileLibrary, QualityRecord
 from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import PipelineSpec
@@ -52,10 +53,12 @@ def read_pipelines(path: Path, calibrated: Calibrated | None = None) -> dict[str
         ArtefactError: a calibrated file that is not there.
     """
     try:
-        raw = filled(json.loads(path.read_bytes()), {}, calibrated or Calibrated())
-        return TypeAdapter(dict[str, PipelineSpec]).validate_python(raw)
-    except (OSError, json.JSONDecodeError) as error:
+        text = parsed(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    try:
+        raw = filled(text, {}, calibrated or Calibrated())
+        return TypeAdapter(dict[str, PipelineSpec]).validate_python(raw)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{first['msg']}, got {first.get('input')!r}", ".".join(map(str, first["loc"]))) from None

@@ -78,3 +78,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         measured.read_pipelines(path)
     with pytest.raises(ConfigError, match="planes"):
         measured.read_pipelines(write(path, {"a": {"planes": {}}}))
+    for data in (b"\xff\xfe{", b"[" * 100_000):
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            measured.read_pipelines(path)

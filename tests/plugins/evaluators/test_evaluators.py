@@ -74,11 +74,12 @@ def test_continuations_are_reported_by_kind_and_a_single_text_leaves_the_bound_o
     assert "3 samples" in unresolved(found.quality, found.samples, 1e-6)
 
 
-def test_the_quick_variant_draws_fewer_and_shorter_texts_evenly_over_kinds(engine: Engine) -> None:
+def test_the_quick_variant_draws_fewer_texts_evenly_over_kinds(engine: Engine) -> None:
     whole = create("continuation")
     quick = whole.quick(2)
     assert isinstance(quick, type(whole))
-    assert (quick.config.samples, quick.config.prompt_tokens) == (2, 512)  # type: ignore[attr-defined]  # of its own class
+    # shorter texts would be another measure: the loss is largest right after the prompt
+    assert quick.config == whole.config.model_copy(update={"samples": 2})
     assert create("passkey", samples=8).quick(3).config.samples == 3  # type: ignore[attr-defined]  # of its own class
     assert create("passkey", samples=2).quick(3).config.samples == 2  # type: ignore[attr-defined]  # of its own class
     few = create("continuation", **CONTINUATION).quick(2).prepare(engine, texts(6))

@@ -16,7 +16,6 @@ from rich.progress import Progress, TaskID
 from kvserve_core.cli.output import AsJson, print_json, print_table
 from kvserve_core.cli.space import narrowed
 from kvserve_core.cli.specs import component_spec
-from kvserve_core.errors import ConfigError
 from kvserve_core.evaluation.engine import Text
 from kvserve_core.evaluation.quality import Interval
 from kvserve_core.evaluation.sampling import unresolved
@@ -26,9 +25,8 @@ from kvserve_core.profiling.calibrated import calibrated_files
 from kvserve_core.profiling.executor import EXECUTORS
 from kvserve_core.profiling.families import SpaceConfig, shipped
 from kvserve_core.profiling.search import Options
-from kvserve_hf.bench.pipelines import Calibrated
 from kvserve_hf.commands import MODEL, model_folder, progress_bar
-from kvserve_hf.measured import read_pipelines
+from kvserve_hf.profile.asked import begin_anew, journal_path, named_pipelines, require_known, require_place
 from kvserve_hf.profile.objective import ModelObjective, Setup
 from kvserve_hf.profile.run import Plan, ProfileRun, searching
 from kvserve_hf.texts import LoadedText, load_texts, workload_texts
@@ -56,7 +54,7 @@ def profile(
     also: Annotated[Path | None, typer.Option(help=ALSO)] = None,
     executor: Annotated[str, typer.Option(help=f"Who measures: {', '.join(EXECUTORS)}.")] = "serial",
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0 for one a core.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the draw, the samples and the search.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draw and the search; evaluators have their own.")] = 0,
     resume: Annotated[Path | None, typer.Option(help=RESUME)] = None,
     allow_unpinned: Annotated[bool, typer.Option(help="Measure on other versions of the pinned texts.")] = False,
     as_json: AsJson = False,
@@ -64,8 +62,9 @@ def profile(
     """Search the pipelines that are installed for the best ones on a model, and write them as a profile library."""
     torch.set_num_threads(1)
     options = Options(floors=tuple(min_quality or (0.99,)), budget=budget, seed=seed)
+    require_place(out)
     loaded = load_texts(workload_texts(workload), allow_unpinned)
-    named = read_pipelines(also, Calibrated(calibrated)) if also else {}
+    named = named_pipelines(also, calibrated) if also else {}
     with progress_bar() as bar:
         setup = Setup(
             model_folder(model, bar),
@@ -73,14 +72,17 @@ def profile(
             tuple(component_spec(text, "evaluator") for text in evaluator or ("continuation",)),
             calibrated,
         )
-        plan = _plan(setup, options, workload, samples, executor, workers, keep, _journal(out, resume))
-        plan = replace(plan, also=named)
+        journal = journal_path(out, resume)
+        require_known(executor, setup)
+        plan = replace(_plan(setup, options, workload, samples, executor, workers, keep, journal), also=named)
         task = bar.add_task("model", total=None)
         objective = ModelObjective(plan.search)
         config = narrowed(SpaceConfig.read(space) if space else shipped(), families or [], without or [])
         files, artefacts = calibrated_files(calibrated) if calibrated else ([], objective.artefacts)
         found = build_space(config, kv=objective.engine.spec, calibrated=files, artefacts=artefacts)
         run = ProfileRun(plan, objective, found, found.points(limit, seed))
+        if resume is None:  # only now, for nothing more can be wrong with what was asked for
+            begin_anew(journal)
         command = shlex.join(["kvserve", *sys.argv[1:]])
         library = run.run(provenance(loaded, command), _Shown(bar, task))
     library.save(out)
@@ -100,23 +102,6 @@ def _plan(
     batch = 1 if executor == "serial" else workers or 2
     search = searching(setup, samples)
     return Plan(search, setup, options, workload, executor, workers, batch, journal, keep)
-
-
-def _journal(out: Path, resume: Path | None) -> Path:
-    """The journal to go on from, or a new one beside the library.
-
-    Raises:
-        ConfigError: there is none to go on from.
-    """
-    if resume is not None:
-        if not resume.exists():
-            raise ConfigError(f"there is no journal {str(resume)!r}; leave the option out to begin anew", "resume")
-        return resume
-    path = out.with_name(out.name + ".journal.jsonl")
-    for old in (path, path.with_name(path.name + ".kept")):
-        old.unlink(missing_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 class _Shown:
@@ -153,6 +138,8 @@ def _print(library: ProfileLibrary, out: Path, workload: str, tolerance: float, 
         return
     columns = ("profile", "cr", "quality [95 %]", "encode fixed + slope", "decode fixed + slope", "note")
     print_table(f"{len(rows)} profiles in {out}", columns, [tuple(map(str, row.values())) for row in rows])
+    for name, error in search["failed"].items():
+        typer.echo(f"{name} is not in it: {error}")
     rho = search["rank_correlation"]
     typer.echo(
         f"{search['candidates']} candidates, {search['evaluations']} measured ({search['stopped']}),"

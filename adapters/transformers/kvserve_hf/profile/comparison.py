@@ -107,15 +107,16 @@ class _Counted:
 
     def __init__(self, engine: StreamingEngine) -> None:
         self._engine = engine
-        self._raw, self._kept = 0.0, 0.0
+        self._raw = self._kept = 0
 
     @property
     def cr(self) -> float:
         return self._raw / self._kept
 
     def __call__(self, read: Callable[[Region], Tensor], total: int) -> Iterable[tuple[Region, Tensor]]:
-        self._raw += total
-        self._kept += total / self._engine.ratio(total)
+        sent, kept = self._engine.counted(total)
+        self._raw += sent
+        self._kept += kept
         return plane_by_plane(self._engine.spec, lambda at, x: x)(read, total)
 
 

@@ -25,8 +25,12 @@ def qualities(
     journal: Journal | None,
     progress: Callback,
 ) -> dict[str, Measurement]:
-    """By key: quality and ratio of each point, without speed, for others work at the same time."""
-    known = dict(journal.measurements) if journal else {}
+    """By key: quality and ratio of each point, without speed, for others work at the same time.
+
+    What failed before is tried again: its process may have been killed.
+    """
+    held = journal.measurements if journal else {}
+    known = {p.key: held[p.key] for p in points if p.key in held and not held[p.key].error}
     todo = [p for p in points if p.key not in known]
     untimed = ModelObjective(replace(thorough.setup, lengths=()), thorough.load)
     with make_executor(executor, untimed, workers) as by:

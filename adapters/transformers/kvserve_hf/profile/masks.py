@@ -47,11 +47,18 @@ class StreamingEngine(Engine):
         self._streaming, self._sinks, self._recent = frozenset(streaming), sinks, recent
         self._masked: KVCache | None = None
 
-    def ratio(self, num_tokens: int) -> float:
-        """Bytes of all tokens over bytes of those that the heads keep."""
-        every = sum(len(g.layers) * p.num_heads for g in self.spec.groups for p in g.planes if p.name == "k")
-        seen = min(num_tokens, self._sinks + self._recent)
-        return every * num_tokens / ((every - len(self._streaming)) * num_tokens + len(self._streaming) * seen)
+    def counted(self, num_tokens: int) -> tuple[int, int]:
+        """Tokens of all heads together that are sent of a prompt, and those of them that the heads keep."""
+        sent = kept = 0
+        for group in self.spec.groups:
+            start = max(0, num_tokens - group.window) if group.window else 0
+            few = sum(t < self._sinks or t >= num_tokens - self._recent for t in range(start, num_tokens))
+            heads = [
+                (layer, h) for p in group.planes if p.name == "k" for layer in group.layers for h in range(p.num_heads)
+            ]
+            sent += len(heads) * (num_tokens - start)
+            kept += sum(few if head in self._streaming else num_tokens - start for head in heads)
+        return sent, kept
 
     def _inject(self, transfer_id: str) -> KVCache:
         cache = super()._inject(transfer_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from kvserve_core.artefacts import Artefacts
 from kvserve_core.component import ComponentSpec
-from kvserve_core.errors import KVServeError
+from kvserve_core.errors import ConfigError, KVServeError
 from kvserve_core.evaluation.bench import PROMPT_TOKENS
 from kvserve_core.evaluation.engine import Text
 from kvserve_core.evaluator import Evaluator, Prepared
@@ -52,6 +53,11 @@ class Setup:
     repeats: int = REPEATS
     reuse: bool = False
     prompt_tokens: int = PROMPT_TOKENS
+
+    def __post_init__(self) -> None:
+        names = [spec.name for spec in self.evaluators]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"{twice!r} is named twice; give it once", "evaluators")
 
 
 class ModelObjective:
@@ -135,15 +141,17 @@ class _Loaded:
     @property
     def evaluators(self) -> dict[str, Prepared]:
         if self._prepared is None:
-            self._prepared = {
-                spec.name: self._evaluator(spec).prepare(self.engine, self.setup.texts)
-                for spec in self.setup.evaluators
-            }
+            self._prepared = self._prepare()
         return self._prepared
 
-    def _evaluator(self, spec: ComponentSpec) -> Evaluator:
-        made: Evaluator = default_registry().create("evaluator", spec, f"evaluators.{spec.name}")
-        return made if self.setup.quick is None else made.quick(self.setup.quick)
+    def _prepare(self) -> dict[str, Prepared]:
+        found: dict[str, Prepared] = {}
+        with ExitStack() as held:  # what one holds is released when a later one refuses
+            for spec in self.setup.evaluators:
+                found[spec.name] = evaluator_of(spec, self.setup.quick).prepare(self.engine, self.setup.texts)
+                held.callback(found[spec.name].close)
+            held.pop_all()
+        return found
 
     def measure(self, point: Point) -> Measurement:
         evaluators, began, cpu = self.evaluators, time.monotonic(), time.process_time()
@@ -159,6 +167,9 @@ class _Loaded:
         pipeline, artefacts = self.pipeline(point)
         roundtrip = FrameRoundtrip(pipeline, artefacts)
         found = {name: prepared.run(roundtrip) for name, prepared in evaluators.items()}
+        if not roundtrip.raw_bytes:
+            message = "sent no prompt through the pipeline; add an evaluator that does"
+            raise ConfigError(message, f"evaluators.{', '.join(found)}")
         timed = [*self.timings(pipeline, artefacts), *(roundtrip.timings if self.setup.reuse else ())]
         encode, decode = fitted(timed) if timed else (Speed(), Speed())
         quality, metrics = judged(found)
@@ -189,3 +200,13 @@ class _Loaded:
         for prepared in (self._prepared or {}).values():
             prepared.close()
         self.engine.release(HELD)
+
+
+def evaluator_of(spec: ComponentSpec, quick: int | None) -> Evaluator:
+    """The evaluator, or its quick variant of so many samples.
+
+    Raises:
+        ConfigError: there is no such evaluator, or it refuses its configuration.
+    """
+    made: Evaluator = default_registry().create("evaluator", spec, f"evaluators.{spec.name}")
+    return made if quick is None else made.quick(quick)

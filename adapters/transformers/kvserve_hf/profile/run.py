@@ -25,14 +25,19 @@ from kvserve_core.profiling.point import Measurement, Point
 from kvserve_core.profiling.run import Found, Progress, search
 from kvserve_core.profiling.search import Options
 from kvserve_core.profiling.space import Space, fingerprint
+from kvserve_core.report.data import chains_of
 from kvserve_hf.profile import library as made
 from kvserve_hf.profile.confirm import Callback, qualities, timed
 from kvserve_hf.profile.library import Kept
-from kvserve_hf.profile.objective import CPU_S, ModelObjective, Setup
+from kvserve_hf.profile.objective import CPU_S, ModelObjective, Setup, evaluator_of
 
 BANDWIDTH = 1.25e8
 """Bytes/s of the link that latency is compared at: 1 Gbps."""
 KEPT = 12
+KEPT_SUFFIX = ".kept"
+"""Of the second journal, of what is kept at the end."""
+KEPT_SPACE = "any"
+"""Of that journal: each of its measurements stands by itself, so that a larger budget may add to it."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +76,31 @@ class ProfileRun:
         Raises:
             KVServeError: nothing could be measured, or the journal is of another search.
         """
+        with self._journal("", fingerprint(self._points)) as journal:  # to the end: no other run may have it meanwhile
+            return self._run(journal, provenance, progress)
+
+    def _run(self, journal: Journal | None, provenance: dict[str, Any], progress: Callback) -> ProfileLibrary:
         began = time.monotonic()
-        found = self._search(progress)
+        found = self._search(journal, progress)
         chosen = kept(found, self._plan.options.floors, self._plan.keep)
         self._objective.close()
         thorough = ModelObjective(self._plan.confirm, self._objective.load)
-        measured = self._measured(thorough, self._candidates(found, chosen), progress)
+        points = self._candidates(found, chosen)
+        known = self._confirmed(thorough, points, progress)
+        measured = [Kept(p.name, p.spec, m) for p, m in timed(thorough, points, known, progress)]
         profiles = [*_exact(measured), *self._lossy(measured)]
         about = self._about(thorough)
-        trace = {"search": self._trace(found) | {"wall_s": round(time.monotonic() - began, 1)}}
-        library = made.assembled(profiles, about, provenance | trace, self._plan.workload, thorough.artefacts)
+        failed = {p.name: error for p in points if (error := known[p.key].error)}
+        trace = self._trace(found) | {"failed": failed, "wall_s": round(time.monotonic() - began, 1)}
+        library = made.assembled(
+            profiles, about, provenance | {"search": trace}, self._plan.workload, thorough.artefacts
+        )
         thorough.close()
         return library
 
-    def _search(self, progress: Callback) -> Found:
+    def _search(self, journal: Journal | None, progress: Callback) -> Found:
         plan = self._plan
-        with (
-            self._journal("", self._points) as journal,
-            make_executor(plan.executor, self._objective, plan.workers) as by,
-        ):
+        with make_executor(plan.executor, self._objective, plan.workers) as by:
             self._taken = len(journal.measurements) if journal else 0
             return search(
                 self._points,
@@ -108,14 +119,18 @@ class ProfileRun:
 
     def _candidates(self, found: Found, chosen: Sequence[Measurement]) -> list[Point]:
         """What may go into the library, each pipeline once; one that has a name of its own under that."""
-        named = (Point((), spec, name) for name, spec in (self._plan.also | EXACT).items())
-        return list({p.key: p for p in (*(found.point(m.key) for m in chosen), *named)}.values())
+        named = [Point((), spec, name) for name, spec in (self._plan.also | EXACT).items()]
+        taken = {p.name for p in named}
+        others = (found.point(m.key) for m in chosen)
+        own = (replace(p, name=f"{p.name}-{p.key}") if p.name in taken else p for p in others)
+        return list({p.key: p for p in (*own, *named)}.values())
 
-    def _measured(self, thorough: ModelObjective, points: list[Point], progress: Callback) -> list[Kept]:
+    def _confirmed(
+        self, thorough: ModelObjective, points: Sequence[Point], progress: Callback
+    ) -> dict[str, Measurement]:
         plan = self._plan
-        with self._journal(".kept", points) as journal:
-            known = qualities(thorough, points, plan.executor, plan.workers, journal, progress)
-        return [made.Kept(p.name, p.spec, m) for p, m in timed(thorough, points, known, progress)]
+        with self._journal(KEPT_SUFFIX, KEPT_SPACE) as journal:
+            return qualities(thorough, points, plan.executor, plan.workers, journal, progress)
 
     def _lossy(self, measured: Sequence[Kept]) -> list[Any]:
         """Profiles by ratio: what was named, and what nothing beats."""
@@ -125,12 +140,12 @@ class ProfileRun:
         judge = self._plan.confirm.evaluators[0].name
         return [made.profile_of(k, self._plan.workload, judge) for k in sorted(good, key=lambda k: k.measurement.cr)]
 
-    def _journal(self, suffix: str, points: Sequence[Point]) -> AbstractContextManager[Journal | None]:
+    def _journal(self, suffix: str, space: str) -> AbstractContextManager[Journal | None]:
         if self._plan.journal is None:
             return nullcontext(None)
         path = self._plan.journal.with_name(self._plan.journal.name + suffix)
         setup = self._plan.confirm if suffix else self._plan.search
-        return Journal(path, fingerprint(points), self._plan.options.seed, journal_about(setup, self._fingerprint))
+        return Journal(path, space, self._plan.options.seed, journal_about(setup, self._fingerprint))
 
     def _about(self, thorough: ModelObjective) -> dict[str, str]:
         spec = thorough.engine.spec
@@ -181,13 +196,15 @@ def best(found: Found, floor: float) -> Measurement | None:
 def kept(found: Found, floors: Sequence[float], limit: int) -> list[Measurement]:
     """What is worth a thorough measurement, by ratio: not beaten by another, and near enough to a floor to keep one.
 
-    When that is too many: the best of each floor first, then what is fastest at some bandwidth for some floor. Bounds
-    from few samples are wide, so the measured quality decides here; the bounds of the second measurement count.
+    When that is too many: the best of each floor first, the search's before the library's, then what is fastest at some
+    bandwidth for some floor. Bounds from few samples are wide, so the measured quality decides what is near enough and
+    what is fastest; the bounds of the second measurement count.
     """
     near = [m for m in found.measurements if not m.error and m.quality >= min(*made.BUCKETS, *floors)]
     rows = front(near, made.NOMINAL_BYTES, BANDWIDTH)
-    wanted = [m for floor in floors if (m := best(found, floor))]
-    fastest = [m for floor in (*floors, *made.BUCKETS) for m in made.fastest(rows, floor)]
+    every = (*floors, *made.BUCKETS)
+    wanted = [m for floor in every if (m := best(found, floor))]
+    fastest = [m for floor in every for m in made.fastest(rows, floor)]
     order = {m.key: m for m in (*wanted, *fastest, *sorted(rows, key=lambda m: -m.cr))}
     return sorted(list(order.values())[:limit], key=lambda m: m.cr)
 
@@ -195,7 +212,8 @@ def kept(found: Found, floors: Sequence[float], limit: int) -> list[Measurement]
 def _row(m: Measurement, point: Point) -> dict[str, Any]:
     numbers = {"cr": m.cr, "cr_estimate": m.cr_estimate, "quality": m.quality}
     numbers |= {"low": m.quality_low, "high": m.quality_high, "seconds": m.seconds}
-    return {"name": point.name, "key": m.key} | {k: float(f"{v:.6g}") for k, v in numbers.items()} | _problem(m)
+    about = {"name": point.name, "key": m.key, "chains": chains_of(point.spec)}
+    return about | {k: float(f"{v:.6g}") for k, v in numbers.items()} | _problem(m)
 
 
 def _problem(m: Measurement) -> dict[str, str]:
@@ -203,9 +221,12 @@ def _problem(m: Measurement) -> dict[str, str]:
 
 
 def journal_about(setup: Setup, model: str) -> dict[str, Any]:
-    """What a journal's figures depend on beside the pipelines."""
+    """What a journal's figures depend on beside the pipelines; of evaluators every field, as they are asked."""
     texts = blake3("\0".join(t.text for t in setup.texts).encode()).hexdigest()[:16]
-    evaluators = [spec.model_dump(mode="json") for spec in setup.evaluators]
+    evaluators = [
+        {"name": spec.name, "configuration": evaluator_of(spec, setup.quick).config.model_dump(mode="json")}
+        for spec in setup.evaluators
+    ]
     return {"model": model, "texts": texts, "evaluators": evaluators, "quick": setup.quick}
 
 

@@ -82,7 +82,8 @@ def test_real_rows_over_two_workloads() -> None:
     assert len(said) == 6
     assert rows[DEFAULT]["code"].quality.mean == pytest.approx(1.0, abs=1e-6)
     assert rows["four"]["code"].cr > 1.0 > rows["four"]["code"].quality.mean
-    assert rows[DUO]["prose"].cr == pytest.approx(duo.ratio(60))
+    sent, kept = duo.counted(60)
+    assert rows[DUO]["prose"].cr == pytest.approx(sent / kept)
     assert rows[DUO]["prose"].quality.mean < 1.0
     assert engine.held == duo.held == ()
     text = markdown(rows)

@@ -71,10 +71,20 @@ def test_what_a_streaming_head_does_not_see_does_not_matter(ids: list[int]) -> N
     held.close()
 
 
-def test_the_ratio_counts_what_the_heads_keep() -> None:
+def test_what_the_heads_keep_is_counted() -> None:
     engine = StreamingEngine(make("llama", DType.F32), {(0, 0), (1, 1), (2, 0)}, sinks=4, recent=6)
-    assert engine.ratio(100) == pytest.approx(6 * 100 / (3 * 100 + 3 * 10))
-    assert engine.ratio(8) == 1.0
+    assert engine.counted(100) == (6 * 100, 3 * 100 + 3 * 10)
+    assert engine.counted(8) == (6 * 8, 6 * 8)
+
+
+def test_of_layers_with_a_window_only_what_is_sent_counts() -> None:
+    whole = make("gemma", DType.F32)
+    (window,) = [g for g in whole.spec.groups if g.window]
+    first, heads = window.layers[0], window.planes[0].num_heads
+    engine = StreamingEngine(whole, {(first, 0)}, sinks=4, recent=6)
+    every = sum(len(g.layers) * min(100, g.window or 100) for g in whole.spec.groups) * heads
+    assert window.window < 100
+    assert engine.counted(100) == (every, every - window.window + 6)
 
 
 def test_the_heads_that_look_back_least_stream() -> None:

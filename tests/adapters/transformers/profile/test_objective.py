@@ -6,14 +6,17 @@ import pickle
 
 import pytest
 
-from kvserve_core.errors import KVServeError
+from kvserve_core.component import ComponentSpec
+from kvserve_core.errors import ConfigError, KVServeError
+from kvserve_core.evaluation.engine import Roundtrip
 from kvserve_core.evaluation.quality import Interval
-from kvserve_core.evaluator import Evaluation, Share
+from kvserve_core.evaluator import Evaluation, Prepared, Share
 from kvserve_core.profiling.executor import Processes
 from kvserve_core.profiling.work import MEASURE
 from kvserve_hf.profile.judge import harshest, judged
 from kvserve_hf.profile.objective import CPU_S
-from tiny_profile import objective, uniform
+from kvserve_plugins.evaluators.continuation import Continuation
+from tiny_profile import objective, setup, uniform
 
 
 def test_a_finer_pipeline_is_better_and_larger() -> None:
@@ -100,3 +103,40 @@ def test_figures_are_named_after_their_evaluator_and_have_no_infinity() -> None:
     assert quality == found.quality
     assert metrics["continuation.kl"] == (0.01, -1e9, 1e9)
     assert metrics["continuation.quality@code"] == (0.99, 0.9, 1.0)
+
+
+@pytest.mark.parametrize("said", [Interval(float("nan"), 0.0, 1.0), Interval(1.7, 0.0, 2.0), Interval(0.5, -0.1, 1.0)])
+def test_an_evaluator_that_says_a_quality_that_is_none_is_refused(said: Interval) -> None:
+    with pytest.raises(ConfigError, match=r"evaluators\.mine: says a quality of"):
+        judged({"mine": Evaluation(said, 3)})
+    with pytest.raises(ConfigError, match=r"evaluators\.mine"):
+        judged({"mine": Evaluation(Interval(0.9, 0.8, 1.0), 3, by_kind={"code": Share(said, 1)})})
+
+
+def test_an_evaluator_is_named_once() -> None:
+    spec = ComponentSpec(name="continuation")
+    with pytest.raises(ConfigError, match="'continuation' is named twice"):
+        objective(evaluators=(spec, spec))
+
+
+def test_when_an_evaluator_refuses_those_before_it_hold_nothing() -> None:
+    passkeys = ComponentSpec(name="passkey")  # a random model answers none of them
+    asked = objective(evaluators=(*setup().evaluators, passkeys))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"passkey|answers"):
+            list(asked.measure([uniform(16, layer_block=3)]))
+        assert asked.engine.held == ("profile",)
+    asked.close()
+
+
+class Idle(Prepared):
+    def run(self, roundtrip: Roundtrip) -> Evaluation:
+        return Evaluation(Interval(1.0, 1.0, 1.0), 1)
+
+
+def test_evaluators_that_send_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Continuation, "prepare", lambda *_: Idle())
+    asked = objective()
+    (found,) = asked.measure([uniform(16, layer_block=3)])
+    asked.close()
+    assert "evaluators.continuation: sent no prompt" in found.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -11,29 +12,79 @@ from rich.progress import Progress
 
 from kvserve_core.cli.specs import component_spec
 from kvserve_core.component import ComponentSpec
-from kvserve_core.errors import ConfigError
+from kvserve_core.errors import ConfigError, UnknownNameError
 from kvserve_core.latency import Speed
 from kvserve_core.library import RAW_PROFILE, Profile, QualityRecord
+from kvserve_core.profiling.journal import Journal
 from kvserve_core.profiling.search import Options
-from kvserve_hf.profile.commands import _journal, _plan, _row, _Shown
+from kvserve_hf.profile.asked import begin_anew, journal_path, named_pipelines, require_known, require_place
+from kvserve_hf.profile.commands import _plan, _row, _Shown
 from kvserve_hf.texts import PinnedTextError, workload_texts
 from tiny_profile import setup, uniform
 
 
 def test_a_new_run_forgets_the_journal_of_the_last_and_resume_keeps_it(tmp_path: Path) -> None:
     out = tmp_path / "made" / "m.kvlib"
-    path = _journal(out, None)
+    out.parent.mkdir()
+    path = journal_path(out, None)
     assert path == tmp_path / "made" / "m.kvlib.journal.jsonl"
     path.write_text("old")
     kept = path.with_name(path.name + ".kept")
     kept.write_text("old")
-    assert _journal(out, path) == path
+    assert journal_path(out, path) == path
     assert path.read_text() == kept.read_text() == "old"
-    assert _journal(out, None) == path
+    assert journal_path(out, None) == path
+    assert path.exists()  # until all that was asked for is known to be right
+    begin_anew(path)
     assert not path.exists()
     assert not kept.exists()
     with pytest.raises(ConfigError, match=r"no journal .*m\.kvlib"):
-        _journal(out, path)
+        journal_path(out, path)
+
+
+def test_a_journal_that_another_run_is_writing_is_not_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "m.kvlib.journal.jsonl"
+    with Journal(path, "space", 0):
+        with pytest.raises(ConfigError, match="another search is writing this journal"):
+            begin_anew(path)
+        assert path.exists()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="cannot be removed"):
+        begin_anew(path)
+
+
+def test_where_the_library_cannot_be_written_is_said_before_the_search(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.kvlib").mkdir()
+    for out, said in (
+        (tmp_path / "file", "a folder; end the name in '.kvlib'"),
+        (tmp_path / "folder.kvlib", "would be a file"),
+        (tmp_path / "file" / "m.kvlib", "cannot be written"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            require_place(out)
+    require_place(tmp_path / "new" / "m.kvlib")
+    assert (tmp_path / "new").is_dir()
+
+
+def test_executors_and_evaluators_that_there_are_none_of_are_refused_before_the_search() -> None:
+    require_known("process", setup())
+    with pytest.raises(UnknownNameError, match="unknown executor 'processes'; did you mean 'process'"):
+        require_known("processes", setup())
+    with pytest.raises(ConfigError, match=r"evaluators\.passkey\.configuration\.samples"):
+        require_known("process", setup(evaluators=(ComponentSpec(name="passkey", configuration={"samples": 0}),)))
+
+
+def test_names_that_no_profile_may_have_are_refused_before_the_search(tmp_path: Path) -> None:
+    spec = uniform(4).spec.model_dump(mode="json")
+    path = tmp_path / "also.json"
+    path.write_text(json.dumps({"mine": spec}))
+    assert list(named_pipelines(path, None)) == ["mine"]
+    for name, said in (("<b>", "should match pattern"), ("", "should match pattern"), ("raw", "reserved")):
+        path.write_text(json.dumps({name: spec}))
+        with pytest.raises(ConfigError, match=said):
+            named_pipelines(path, None)
 
 
 def test_an_evaluator_is_a_name_or_json() -> None:

@@ -15,8 +15,9 @@ from kvserve_core.errors import ConfigError
 from kvserve_core.latency import Speed
 from kvserve_core.library import LOSSLESS_PROFILE, RAW_PROFILE, Profile, ProfileLibrary, QualityRecord
 from kvserve_core.policy import ServiceContext
+from kvserve_core.profile import PipelineSpec
 from kvserve_core.profiling.build import build_space
-from kvserve_core.profiling.point import Measurement
+from kvserve_core.profiling.point import Measurement, spec_key
 from kvserve_core.profiling.run import Found
 from kvserve_core.profiling.search import Options
 from kvserve_core.registry import default_registry
@@ -64,6 +65,7 @@ def test_the_trace_tells_the_search(tmp_path: Path) -> None:
     assert len(search["trace"]) == 5
     assert search["rank_correlation"] > 0.5
     assert search["cpu_s"] > 0
+    assert {row["chains"]["*"] for row in search["trace"]} <= {"uniform + bitpack", "uniform + zstd"}
     best = search["best"]["0.5"]
     assert best["cr"] == max(row["cr"] for row in search["trace"] if row["low"] >= 0.5)
 
@@ -80,10 +82,53 @@ def test_named_pipelines_go_into_the_library_beside_what_was_found(tmp_path: Pat
 def test_a_pipeline_that_is_named_and_found_is_there_once_under_its_own_name(tmp_path: Path) -> None:
     found = run(plan(tmp_path))
     best = max(found.profiles, key=lambda p: p.cr)
-    (tmp_path / "j.jsonl.kept").unlink()
     again = run(plan(tmp_path, also={"mine": best.pipeline}))
     assert [p.name for p in again.profiles if p.pipeline == best.pipeline] == ["mine"]
     assert again.provenance["search"]["from_journal"] == again.provenance["search"]["evaluations"] == 5
+
+
+def test_a_name_that_is_found_and_given_to_something_else_is_told_apart(tmp_path: Path) -> None:
+    best = max(run(plan(tmp_path)).profiles, key=lambda p: p.cr)
+    other = uniform(32, layer_block=3).spec
+    again = run(plan(tmp_path, also={best.name: other}))
+    assert {p.name: p.pipeline for p in again.profiles if best.name in p.name} == {
+        best.name: other,
+        f"{best.name}-{spec_key(best.pipeline)}": best.pipeline,
+    }
+
+
+def test_a_larger_budget_adds_to_what_was_measured_again(tmp_path: Path) -> None:
+    first = run(plan(tmp_path))
+    kept = (tmp_path / "j.jsonl.kept").read_text().count('"measurement"')
+    larger = plan(tmp_path)
+    again = run(replace(larger, options=replace(larger.options, budget=8)))
+    assert again.provenance["search"]["evaluations"] == 8
+    assert (tmp_path / "j.jsonl.kept").read_text().count('"measurement"') > kept >= len(first.profiles)
+
+
+def test_what_cannot_be_measured_again_is_named_and_tried_again_by_the_next_run(tmp_path: Path) -> None:
+    run(plan(tmp_path))
+    journal = tmp_path / "j.jsonl.kept"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    lines[-1]["value"]["error"] = "killed"
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    again = run(plan(tmp_path))
+    assert again.provenance["search"]["failed"] == {}
+    assert len(journal.read_text().splitlines()) == len(lines) + 1
+    unfit = PipelineSpec.parse({"planes": {"*": {"quantizer": {"name": "uniform", "configuration": {"levels": 0}}}}})
+    assert list(run(plan(tmp_path, also={"unfit": unfit})).provenance["search"]["failed"]) == ["unfit"]
+
+
+def test_two_runs_do_not_write_one_journal(tmp_path: Path) -> None:
+    def second(task: str, done: int, *_: object) -> None:
+        if (task, done) == ("time", 1):  # the search itself is long over
+            with pytest.raises(ConfigError, match="another search is writing this journal"):
+                run(plan(tmp_path))
+            seen.append(task)
+
+    seen: list[str] = []
+    run(plan(tmp_path), second)
+    assert seen == ["time"]
 
 
 def test_a_run_that_was_ended_goes_on_from_its_journal(tmp_path: Path) -> None:
@@ -114,6 +159,16 @@ def test_a_journal_of_other_texts_is_refused(tmp_path: Path) -> None:
     other = plan(tmp_path)
     with pytest.raises(ConfigError, match="another search"):
         run(replace(other, search=replace(other.search, texts=other.search.texts[:2])))
+
+
+def test_a_journal_of_an_evaluator_that_asks_otherwise_is_refused(tmp_path: Path) -> None:
+    run(plan(tmp_path))
+    journal = tmp_path / "j.jsonl"
+    asked = '"continuation_tokens":20'
+    assert asked in journal.read_text()
+    journal.write_text(journal.read_text().replace(asked, '"continuation_tokens":10'))
+    with pytest.raises(ConfigError, match="another search"):
+        run(plan(tmp_path))
 
 
 def profile(name: str, cr: float, lower: float, s_per_byte: float) -> Profile:
@@ -156,6 +211,7 @@ def test_what_is_kept_serves_slow_and_fast_links_and_every_floor() -> None:
     found = Found((), (), rows, "budget spent")
     assert [m.key for m in kept(found, (0.94,), 9)] == ["quick", "fine", "nearly", "small"]
     assert [m.key for m in kept(found, (0.94,), 3)] == ["quick", "fine", "small"]
+    assert [m.key for m in kept(found, (0.94,), 2)] == ["fine", "small"]
     assert [m.key for m in kept(found, (0.94,), 1)] == ["small"]
 
 
