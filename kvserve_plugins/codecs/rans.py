@@ -19,7 +19,9 @@ from kvserve_core.spec import KVSpec, Region
 from kvserve_core.stages import Codec
 from kvserve_core.tensor import Encoded, Part
 from kvserve_plugins.kernels import rans_file, rans_fit
-from kvserve_plugins.kernels.blobs import blob_of, host_bytes
+from kvserve_plugins.kernels.blobs import blob_of, payload
+from kvserve_plugins.kernels.fused_rotation import available
+from kvserve_plugins.kernels.rans_device import Kernels
 from kvserve_plugins.kernels.rans_native import native
 from kvserve_plugins.kernels.rans_pack import pack
 from kvserve_plugins.kernels.rans_set import PUBLISHED, TableSet
@@ -37,7 +39,8 @@ class Rans(Codec):
     of scales, each column an offset on it, each rung a shape (Laplace, logistic, Gaussian); rows of zeros cost next to
     nothing, wide rows send low bits as they are. Meant for ``klt`` + ``fixed_step``: all metadata counted, it is within
     1.5 % of the tables' cross-entropy. Integers only: every decoder gives the same codes. To the bit:
-    ``docs/rans-format.md``. The parts of a batch are coded together, several times as fast as one by one.
+    ``docs/rans-format.md``. The parts of a batch are coded together, several times as fast as one by one. On a GPU with
+    Triton kernels code them, which take more lanes: a part for a program, so that batches want many parts.
     A model's own tables (``kvserve calibrate tables``) may stand in for the published ones.
     """
 
@@ -47,8 +50,18 @@ class Rans(Codec):
         tables: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
 
     config: Config
-    caps = Capabilities(exact=True, planes=ANY, head_local=True, layer_local=True, max_alphabet=2**15)
+    caps = Capabilities(
+        exact=True,
+        encode_on=frozenset({"cpu", "cuda"}),
+        decode_on=frozenset({"cpu", "cuda"}),
+        planes=ANY,
+        head_local=True,
+        layer_local=True,
+        max_alphabet=2**15,
+    )
     _tables: TableSet = PUBLISHED
+    _device: torch.device = torch.device("cpu")
+    _kernels: Kernels | None = None
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -73,7 +86,13 @@ class Rans(Codec):
         bound = super().bind(at, spec, device, artefacts)
         if (digest := self.config.tables) is not None:
             bound._tables = artefacts.memo(("rans", digest), lambda: rans_file.parse(artefacts.read(digest)))
+        bound._device = device
+        bound._kernels = Kernels(bound._tables, device) if available(device) else None
         return bound
+
+    def _here(self, x: Tensor) -> bool:
+        """A chain may be bound to ``cuda``, its tensors lie on ``cuda:0``."""
+        return x.device.type == self._device.type
 
     @staticmethod
     def fitted(
@@ -92,7 +111,10 @@ class Rans(Codec):
         return 64 + 8 * (part.codes.numel() + rows + part.codes.numel() // max(rows, 1)) if rows else 0
 
     def encode(self, parts: Sequence[Part]) -> Sequence[Encoded]:
-        """One blob a part; none for a part without codes."""
+        """One blob a part; none for a part without codes. On a GPU sizes stay there."""
+        if self._kernels is not None and all(self._here(p.codes) for p in parts):
+            return self._kernels.encode(parts, [_shape(p) for p in parts])
+        parts = [replace(p, codes=p.codes.cpu()) for p in parts]
         blobs = [b""] * len(parts)
         for group in _groups(parts):
             for i, data in zip(group, pack([_centred(parts[i]) for i in group], self._tables), strict=True):
@@ -103,17 +125,23 @@ class Rans(Codec):
         """The codes again.
 
         Raises:
-            FrameError: a blob that does not decode to exactly that part, or holds more.
+            FrameError: a blob that does not decode to exactly that part, or holds more. On a GPU: bytes for a part
+                without codes, and all else is left in ``ok``, 1 or 0 a blob.
         """
-        data = [np.frombuffer(host_bytes(b), np.uint8) for b in blobs]
-        if any(d.size and not p.codes.numel() for d, p in zip(data, like, strict=True)):
+        given = [payload(b) for b in blobs]
+        if any(d.numel() and not p.codes.numel() for d, p in zip(given, like, strict=True)):
             raise FrameError("codec 'rans' got bytes for a part without codes")
+        if self._kernels is not None and all(self._here(d) for d in given):
+            codes, self.ok = self._kernels.decode(given, like, [_shape(p) for p in like])
+            return codes
+        self.ok = None
+        data = [d.cpu().contiguous().numpy() for d in given]
         out = [torch.empty(p.codes.numel(), dtype=p.codes.dtype) for p in like]
         for group in _groups(like):
             reader = Reader([data[i] for i in group], [_shape(like[i]) for i in group], self._tables)
             for i, q in zip(group, reader.parts(), strict=True):
                 out[i] = _codes(q, like[i])
-        return out
+        return [codes.to(self._device) for codes in out]
 
 
 def _groups(parts: Sequence[Part]) -> Iterator[list[int]]:

@@ -64,6 +64,7 @@ def own_tables() -> dict[str, Any]:
 
 
 SETUPS: dict[tuple[Kind, str], Setup] = {
+    ("transport", "nccl"): Setup(({"backend": "gloo"},)),  # over NCCL both ends would need a GPU of their own
     ("transform", "hadamard"): Setup(max_error=lambda x, _: 2e-6 * x.norm(dim=-1, keepdim=True)),
     ("transform", "klt"): Setup(
         tuple({"basis": blake3(data).hexdigest(), "per": per} for per, data in klt_bases().items()),

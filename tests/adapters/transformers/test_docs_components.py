@@ -49,7 +49,7 @@ def test_every_built_in_component_is_in_it_with_its_file(generator: ModuleType) 
     [
         ("quantizer", "cachegen", "per layer, cuda; per head with `axis` token_head"),
         ("transform", "klt", "per head, calibrated, cuda, planes k kv v; not per head with `per` all"),
-        ("codec", "rans", "exact, per head, per layer; calibrated with `tables`"),
+        ("codec", "rans", "exact, per head, per layer, cuda; calibrated with `tables`"),
         ("quantizer", "identity", "exact, per head, per layer, cuda"),
     ],
 )
