@@ -52,7 +52,7 @@ class CpuSettings(BaseModel):
     """How much of the host decoding takes from an engine that computes on a CPU."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    decoders: int = Field(0, ge=0, description="threads that decode at a time; 0: half the cores")
+    decoders: int = Field(0, ge=0, description="threads that decode at a time; 0: half the cores, on a GPU two")
     decode_share: float = Field(0.4, gt=0, le=1, description="part of its time that one decodes beside a running batch")
 
 

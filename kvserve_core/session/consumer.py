@@ -23,7 +23,7 @@ from kvserve_core.registry import Registry, default_registry
 from kvserve_core.session.coverage import Coverage, clip, cut
 from kvserve_core.session.events import Loaded, LoadFailed, Scatter, split_region
 from kvserve_core.session.fetching import Fetch, Leg
-from kvserve_core.session.gate import Gate, half_the_cores
+from kvserve_core.session.gate import Gate, default_turns
 from kvserve_core.session.lanes import Lane
 from kvserve_core.session.routing import route, share
 from kvserve_core.spec import KVSpec, Region, Shard
@@ -43,9 +43,9 @@ class Consumer:
     so that producers know when the last one is done; default: the tensor-parallel ranks beside this one.
     link: under which name the producer keeps the goodput seen from here. threads: requests served at once; further
     ones wait, within their deadline. batch_bytes: original bytes decoded in one call. sms: a GPU's multiprocessors that
-    decoding may use, 0 for all. decoders: batches decoded at a time; 0 for half the cores of this process, and on a GPU
-    for as many as there are threads. decode_share: part of its time that a thread decodes while ``gate.busy``, which is
-    the engine's to set; the rests count as time of decoding.
+    decoding may use, 0 for all. decoders: batches decoded at a time; 0 for half the cores of this process, and for two
+    on a GPU, whose stream takes one after the other anyhow. decode_share: part of its time that a thread decodes while
+    ``gate.busy``, which is the engine's to set; the rests count as time of decoding.
 
     Raises:
         ConfigError: ``everyone`` does not hold ``shard``.
@@ -77,7 +77,7 @@ class Consumer:
             raise ConfigError(f"'everyone' must hold the shard of this rank, {shard}")
         self._batch_bytes = batch_bytes
         self._lane = Lane(device, sms)
-        self.gate = Gate(decoders or (threads if device.type == "cuda" else half_the_cores()), decode_share)
+        self.gate = Gate(decoders or default_turns(device), decode_share)
         self.counters = counters or Counters()
         self.peer = peer_info(kv, shard, self._registry, artefacts, device, link)
         warm_up(self.peer, self._registry)

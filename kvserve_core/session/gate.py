@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 LONGEST_REST_S = 0.5
 
 
@@ -34,7 +36,9 @@ class Gate:
                 cancelled.wait(min(self._rests * (time.perf_counter() - began), LONGEST_REST_S))
 
 
-def half_the_cores() -> int:
-    """Of those that this process may use."""
+def default_turns(device: torch.device) -> int:
+    """Two on a GPU, one that is queued while another is waited for; else half the cores that this process may use."""
+    if device.type == "cuda":
+        return 2
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // 2)

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 from torch import Tensor
 
 from fake_engine import FakeEngine, decision, dense
@@ -13,7 +14,7 @@ from kvserve_core.pipeline import Pipeline
 from kvserve_core.profile import RAW_PIPELINE
 from kvserve_core.registry import default_registry
 from kvserve_core.session import Consumer, Loaded, Producer
-from kvserve_core.session.gate import LONGEST_REST_S, Gate
+from kvserve_core.session.gate import LONGEST_REST_S, Gate, default_turns
 from kvserve_core.spec import Region, whole
 from kvserve_core.transport import Locator
 
@@ -76,3 +77,8 @@ def test_a_thread_rests_beside_a_batch_only_and_not_once_it_is_given_up() -> Non
             time.sleep(0.01)
     assert len(rests) == 1
     assert 0.01 <= rests[0] <= LONGEST_REST_S
+
+
+def test_a_gpu_takes_two_at_a_time_however_many_cores_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    assert (default_turns(torch.device("cuda")), default_turns(torch.device("cpu"))) == (2, 32)
