@@ -91,11 +91,12 @@ class FakeEngine:
                     self.caches[group.id, plane.name, layer] = stale
 
     def allocate(self, transfer_id: str, total: int) -> None:
-        """Blocks for a request, scattered over the pool as a real allocator leaves them."""
+        """Blocks for a request, scattered over the pool as a real allocator leaves them, and no other's until all of
+        the pool was given out."""
         for group in self.kv.groups:
             count = 1 if group.unit == "state" else -(-total // self.block_size)
-            blocks = [(self._next + 5 * i) % self.num_blocks for i in range(count)]
-            self._next += 5 * count + 1
+            blocks = [5 * (self._next + i) % self.num_blocks for i in range(count)]
+            self._next += count
             if len(set(blocks)) < count:
                 raise RuntimeError("the fake pool is too small for this test")
             self.tables[transfer_id, group.id] = blocks
