@@ -56,6 +56,8 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
     bootstrap_port: int = 0
+    up: str = "/v1/models"
+    """What it answers when it is up."""
 
     @property
     def url(self) -> str:
@@ -69,7 +71,7 @@ class Server:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
             with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/v1/models", timeout=2).ok:
+                if requests.get(self.url + self.up, timeout=2).ok:
                     return self
             time.sleep(0.5)
         raise RuntimeError(f"the server was not up within {START_S} s:\n{self.tail()}")
@@ -155,7 +157,7 @@ def start_router(prefill: Server, decode: Server, logs: Path, *flags: str) -> Se
     command += ["--health-check-timeout-secs", "60", "--health-failure-threshold", "20", "--disable-circuit-breaker"]
     with log.open("wb") as out:
         process = subprocess.Popen([*command, *flags], stdout=out, stderr=out, start_new_session=True)
-    return Server(port, process, log)
+    return Server(port, process, log, up="/readiness")  # which tells of both servers, where its models are of one
 
 
 def body(text: str, tokens: int = 24, **sampling: Any) -> dict[str, Any]:
