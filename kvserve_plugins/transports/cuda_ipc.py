@@ -63,7 +63,7 @@ class CudaIpc(Tcp):
     def fetch(self, address: str, key: str, want: Selection, deadline: float) -> Delivery:
         """As :meth:`Tcp.fetch`; bodies lie on the current GPU."""
         at = parse(address, self.scheme)
-        if not at.host_id:
+        if not at.host_id or not is_loopback(at.host):
             raise TransportError(f"{address!r} is not of this host; 'cuda_ipc' works within one, use 'tcp' or 'nccl'")
         link, window = self._links.take(at), self.config.window
         return LentDelivery(link, key, want, deadline, window, lambda got: self._links.give(at, got), self.memory)

@@ -11,6 +11,7 @@ import torch
 
 from kvserve_core.errors import FrameError, IntegrityError, PeerLost, TransportError
 from kvserve_core.wire import Codebook
+from kvserve_plugins.transports._host import host_id
 from kvserve_plugins.transports._lending import Ticket, read_ticket
 from kvserve_plugins.transports._slots import ALIGN, Slots
 from plugins.shared_memory import MIB, HostIpc, HostMemory, OnDevice, consume, made, produce
@@ -223,8 +224,9 @@ def test_a_malformed_ticket_is_refused() -> None:
 def test_addresses_of_tcp_are_not_taken(transport: HostIpc) -> None:
     with pytest.raises(TransportError):
         transport.fetch("cuda_ipc://nowhere", "t", want(Source().plan), soon(1))
-    with pytest.raises(TransportError, match="works within one"):
-        transport.fetch("cuda_ipc://10.0.0.9:5555", "t", want(Source().plan), soon(1))
+    for query in ("", f"?host={host_id('net')}"):
+        with pytest.raises(TransportError, match="works within one"):
+            transport.fetch(f"cuda_ipc://10.0.0.9:5555{query}", "t", want(Source().plan), soon(1))
 
 
 def test_other_interfaces_than_loopback_are_refused() -> None:
